@@ -64,7 +64,7 @@ format: $(READY) ## format the code
 	ruff check --fix .
 
 docs: $(READY) ## write the tables of keys into docs/, and build the site into build/docs; a dead link is an error
-	python -m trainer.config.doc
+	python -m deepstow.trainer.config.doc
 	mkdocs build --strict --config-file .ci/mkdocs.yml
 
 gpu-check: $(READY) ## on a machine with a GPU, in parts of 8 minutes: PART=machine, engine, plan, peers, more-peers, ...

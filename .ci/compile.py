@@ -3,8 +3,8 @@
 Also if it is there: ninja makes it anew if DeepSpeed has been installed since, which takes a second if not.
 """
 
-from launch.doctor import build_op
-from trainer.dist.deepspeed_ops import SHM, cache_folder, clear_abandoned_builds, compiler
+from deepstow.launch.doctor import build_op
+from deepstow.trainer.distributed.deepspeed_ops import SHM, cache_folder, clear_abandoned_builds, compiler
 
 clear_abandoned_builds()
 if compiler() is not None and (failed := build_op(SHM, cache_folder() / SHM.name)):

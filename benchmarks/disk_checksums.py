@@ -22,9 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from strategies.engine.memory.arena import HostMemory
-from strategies.engine.memory.checksums import Checksums
-from strategies.engine.memory.scratch_file import StripedFile
+from deepstow.strategies.engine.memory.arena import HostMemory
+from deepstow.strategies.engine.memory.checksums import Checksums
+from deepstow.strategies.engine.memory.scratch_file import StripedFile
 
 PIECE, SLOTS = 48 << 20, 3
 

@@ -55,7 +55,7 @@ def models(real: bool) -> tuple[str, str]:
 
 def machine(real: bool, out: Path) -> Iterator[Step]:
     """(a) What the machine is, and how fast its parts are."""
-    yield step("machine", 120, f"-m benchmarks.gpu_measure --pin {'1,40' if real else '0.01'}")
+    yield step("machine", 120, f"-m deepstow.benchmarks.gpu_measure --pin {'1,40' if real else '0.01'}")
     yield step("doctor", 60, "launch/doctor.py --json", str(out / "doctor.json"))
     yield step("rates", 120, "launch/doctor.py --rates --out", str(out / "rates.json"))
     yield step("build", 300, "launch/doctor.py --build")
@@ -63,7 +63,7 @@ def machine(real: bool, out: Path) -> Iterator[Step]:
 
 def engine(real: bool, out: Path) -> Iterator[Step]:
     """(b) Exactness: models of a real width, the grid with pauses on the streams, saved tensors on the host."""
-    script = "-m benchmarks.gpu_engine" + ("" if real else " --device cpu")
+    script = "-m deepstow.benchmarks.gpu_engine" + ("" if real else " --device cpu")
     yield step("real widths", 200, f"{script} --wide {20 if real else 1} --cases 0")
     yield step("grid", 220, f"{script} --wide 0 --cases {120 if real else 4}")
     yield step("saved on the host", 200, f"{script} --wide 0 --cases 0 --saved")
@@ -73,7 +73,7 @@ def planned(real: bool, out: Path) -> Iterator[Step]:
     """(c) Predicted against measured memory and time, at three budgets."""
     model, length = models(real)[0], 2048 if real else 32
     for budget in ("12GiB", "24GiB", "60GiB") if real else ("1500KiB", "4MiB", "64MiB"):
-        words = f"-m benchmarks.gpu_measure --model {model} --gpu-memory {budget} --length {length}"
+        words = f"-m deepstow.benchmarks.gpu_measure --model {model} --gpu-memory {budget} --length {length}"
         yield step(f"{model} in {budget}", 150, words)
 
 
@@ -126,7 +126,7 @@ def compute(real: bool, out: Path) -> Iterator[Step]:
 def largest(real: bool, out: Path) -> Iterator[Step]:
     """(g) The largest model that can be trained exactly on this device and host."""
     options = "largest --gpu-memory 76GiB --length 2048" if real else "tiny --gpu-memory 64MiB --length 32"
-    yield step("largest", 400, f"-m benchmarks.gpu_measure --model {options}")
+    yield step("largest", 400, f"-m deepstow.benchmarks.gpu_measure --model {options}")
 
 
 PARTS: Mapping[str, Callable[[bool, Path], Iterator[Step]]] = {

@@ -1,6 +1,6 @@
 """Exactness of the memory engine and of saved tensors on the host, on an accelerator, with pauses on the streams.
 
-    python -m benchmarks.gpu_engine [--wide 20] [--cases 120] [--saved] [--device cpu]
+    python -m deepstow.benchmarks.gpu_engine [--wide 20] [--cases 120] [--saved] [--device cpu]
 
 Where the device updates, the result must equal plain training on the same device bit for bit. Where the CPU's kernel
 updates, the largest difference relative to the tensor's largest number is reported. Before each comparison plain
@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.engine.forward.checkpointing import recompute, room_of
-from strategies.engine.memory import accelerator
-from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer, transfer_for
+from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer, transfer_for
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.verify.verify import repeat_sums
 from tests.helpers import simulated
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, both, noise, title
 from tests.helpers.pairwise import Row, Table
 from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
-from trainer.planning.plan_for import plan_for
-from trainer.verify.verify import repeat_sums
 
 LONGEST_PAUSE = 4096  # rows: about a millisecond, longer than any copy or kernel of these models
 LONGEST_DELAYS_US = 300, 100  # of copies and kernels on the simulated device

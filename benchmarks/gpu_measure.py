@@ -1,7 +1,7 @@
 """What a machine with an accelerator is, and what a plan predicts beside what is measured. Prints lines of JSON.
 
-    python -m benchmarks.gpu_measure --pin 1,40
-    python -m benchmarks.gpu_measure --model 6.7b --gpu-memory 24GiB [--length 2048]
+    python -m deepstow.benchmarks.gpu_measure --pin 1,40
+    python -m deepstow.benchmarks.gpu_measure --model 6.7b --gpu-memory 24GiB [--length 2048]
 
 With ``--pin``: names, sizes, and seconds to map, pin and unpin so many GiB, one after the other. With ``--model``: a
 model of the bench, trained by its contender ``Ours`` in rows of one, blocks recomputed; in bf16 on an accelerator.
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import child, work
-from benchmarks.harness.work import Work
-from strategies.core.protocol import Refusal
-from strategies.engine.memory import accelerator
-from strategies.engine.memory.arena import PIECE_BYTES, HostMemory
-from trainer.planning.plan_for import plan_for
+from deepstow.benchmarks.harness import child, work
+from deepstow.benchmarks.harness.work import Work
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.memory.arena import PIECE_BYTES, HostMemory
+from deepstow.trainer.planning.plan_for import plan_for
 
 QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total,clocks.max.sm"
 LARGEST = 120  # blocks: more than 128 GiB of host memory hold

@@ -30,13 +30,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from strategies.core.facts import Facts, MachineFacts, Param, Precision, Rates, RunFacts, Unit, UnitKind
-from strategies.core.protocol import MemoryRefusal
-from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.places import OffloadRequest, Placement, Places
-from strategies.planner.site_search import SiteSearch
-from strategies.report.table import table
-from trainer.machine.profiles import profile
+from deepstow.strategies.core.facts import Facts, MachineFacts, Param, Precision, Rates, RunFacts, Unit, UnitKind
+from deepstow.strategies.core.protocol import MemoryRefusal
+from deepstow.strategies.planner.placement_search import PlacementSearch
+from deepstow.strategies.planner.places import OffloadRequest, Placement, Places
+from deepstow.strategies.planner.site_search import SiteSearch
+from deepstow.strategies.report.table import table
+from deepstow.trainer.machine.profiles import profile
 
 FAMILIES = ("uniform", "uneven", "giant", "experts")
 MACHINES = ("h100", "4090", "slow cpu", "slow link")

@@ -1,6 +1,6 @@
 """Simulated: our search beside degrees that others published and trained with; the tables in docs/parallel.md.
 
-    python -m benchmarks.published_choices
+    python -m deepstow.benchmarks.published_choices
 
 Sources, all on machines of eight cards of 80 GB:
 
@@ -19,18 +19,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strategies.core.facts import Choices, Facts, MachineFacts, Operator, Precision, RunFacts, Unit, UnitKind, Work
-from strategies.core.protocol import Refusal
-from strategies.planner.hybrid.cluster import Cluster
-from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
-from strategies.planner.hybrid.parts import Models
-from strategies.planner.hybrid.search import Options, hybrid
-from strategies.planner.hybrid.step_seconds import Pricing
-from strategies.report.hybrid_table import shape
-from strategies.report.table import table
-from trainer.dist.ranks import Ranks
-from trainer.machine.profiles import profile
-from trainer.planning.hybrid import cluster_of
+from deepstow.strategies.core.facts import (
+    Choices,
+    Facts,
+    MachineFacts,
+    Operator,
+    Precision,
+    RunFacts,
+    Unit,
+    UnitKind,
+    Work,
+)
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.planner.hybrid.cluster import Cluster
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
+from deepstow.strategies.planner.hybrid.parts import Models
+from deepstow.strategies.planner.hybrid.search import Options, hybrid
+from deepstow.strategies.planner.hybrid.step_seconds import Pricing
+from deepstow.strategies.report.hybrid_table import shape
+from deepstow.strategies.report.table import table
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.planning.hybrid import cluster_of
 
 POLICY = {2021: "full", 2022: "selective", 2024: "none"}
 

@@ -1,6 +1,6 @@
 """What do the ways to a smaller model cost, of one saved model, healed for as many steps each?
 
-    python -m benchmarks.smaller --teacher runs/quickstart/export --config configs/quickstart.yaml --out FOLDER
+    python -m deepstow.benchmarks.smaller --teacher runs/quickstart/export --config configs/quickstart.yaml --out FOLDER
 
 Each way is a run of ``launch/train.py`` on the config with the saved model in the place of its own; more ``key=value``
 changes follow and are for all. The two students begin with random weights and half of its layers, and take the steps
@@ -32,9 +32,9 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 
-from strategies.core.sealed import read
-from trainer.planning.picture import COLOURS, FONT, INK, MARGIN, ROW, TITLE, WIDTH
-from trainer.run.earlier import FURTHER
+from deepstow.strategies.core.sealed import read
+from deepstow.trainer.planning.picture import COLOURS, FONT, INK, MARGIN, ROW, TITLE, WIDTH
+from deepstow.trainer.run.earlier import FURTHER
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, TIMES = 4, 128, 3

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from benchmarks.harness import record, work
-from launch import cli
-from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ConfigError, nearest
-from trainer.machine.probe import cores
+from deepstow.benchmarks.harness import record, work
+from deepstow.launch import cli
+from deepstow.trainer.distributed.ranks import Ranks, settle_environment
+from deepstow.trainer.errors import ConfigError, nearest
+from deepstow.trainer.machine.probe import cores
 
 say = partial(print, flush=True)
 THEMES = {
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """One subcommand per theme. ``benchmarks.harness.work`` parses the values and raises ConfigError itself."""
+    """One subcommand per theme. ``deepstow.benchmarks.harness.work`` parses the values and raises ConfigError itself."""
     whole = cli.explained(Parser(), "bench", __doc__)
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
     for name, (contenders, text) in THEMES.items():

@@ -21,7 +21,7 @@ from os import strerror
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.errors import MEANINGS, ConfigError, ExitCode, UserError, nearest, report
+from deepstow.trainer.errors import MEANINGS, ConfigError, ExitCode, UserError, nearest, report
 
 # peft imports it, and it advises a faster kernel each time, used or not. Every command imports this module first.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first in COMMANDS:
         if first == "plan":
             gc.set_threshold(1_000_000)  # as launch/plan.py does, and for its reason
-        code: int = import_module(f"launch.{FILES.get(first, first)}").main(rest)
+        code: int = import_module(f"deepstow.launch.{FILES.get(first, first)}").main(rest)
         return code
     if first in ("-h", "--help"):
         print("usage: deepstow COMMAND ...\n\n" + "\n".join(f"  {name:<8}{text}" for name, text in COMMANDS.items()))

@@ -15,11 +15,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from launch import cli
-from strategies.report.table import table
-from trainer.errors import ConfigError, write_line
-from trainer.run import history
-from trainer.run.resume_rules import differences
+from deepstow.launch import cli
+from deepstow.strategies.report.table import table
+from deepstow.trainer.errors import ConfigError, write_line
+from deepstow.trainer.run import history
+from deepstow.trainer.run.resume_rules import differences
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -27,14 +27,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from benchmarks.harness.record import QUIET
-from launch import cli
-from strategies.core.sizes import human, human_duration
-from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
-from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ConfigError, ExitCode, write_line
-from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
-from trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
+from deepstow.benchmarks.harness.record import QUIET
+from deepstow.launch import cli
+from deepstow.strategies.core.sizes import human, human_duration
+from deepstow.trainer.distributed.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
+from deepstow.trainer.distributed.ranks import Ranks, settle_environment
+from deepstow.trainer.errors import ConfigError, ExitCode, write_line
+from deepstow.trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
+from deepstow.trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
 
 REPO = Path(__file__).resolve().parent.parent
 INSTALL = "make setup"
@@ -147,7 +147,7 @@ def find_devices() -> Iterator[Row]:
     """The accelerators, one row each, or the row that says there are none."""
     import torch
 
-    from strategies.engine.memory import accelerator
+    from deepstow.strategies.engine.memory import accelerator
 
     version, kind = Path("/proc/driver/nvidia/version"), accelerator.kind()
     driver_text = version.read_text() if version.exists() else ""
@@ -174,7 +174,7 @@ def rates_row(stored: StoredRates) -> Row:
 
 def measure_rates(path: Path, disk: list[Path]) -> None:
     """Measure and store the rates, printing progress."""
-    from trainer.machine import rates
+    from deepstow.trainer.machine import rates
 
     began_s = time.perf_counter()
     try:
@@ -222,7 +222,7 @@ def op_rows(*, build: bool) -> Iterator[Row]:
     import torch
     from deepspeed.git_version_info import installed_ops
 
-    from strategies.engine.memory import accelerator
+    from deepstow.strategies.engine.memory import accelerator
 
     cache, torch_folder = cache_folder(), Path(torch.__file__).parent
     for op in (SHM, CPU_ADAM) if accelerator.kind() is None else (CPU_ADAM, FUSED_ADAM):

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import cli
-from strategies.core.commit import replace_file
-from trainer.config.check import check
-from trainer.config.importing.finish import imported
-from trainer.config.importing.read import NAMES, read_all
-from trainer.errors import ConfigError, ExitCode, write_line
+from deepstow.launch import cli
+from deepstow.strategies.core.commit import replace_file
+from deepstow.trainer.config.check import check
+from deepstow.trainer.config.importing.finish import imported
+from deepstow.trainer.config.importing.read import NAMES, read_all
+from deepstow.trainer.errors import ConfigError, ExitCode, write_line
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import cli
-from strategies.core.sizes import parse_bytes
-from trainer.config.load import load
-from trainer.errors import ConfigError, write_line
+from deepstow.launch import cli
+from deepstow.strategies.core.sizes import parse_bytes
+from deepstow.trainer.config.load import load
+from deepstow.trainer.errors import ConfigError, write_line
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
-    from strategies.planner.step_cost import StepCost
-    from strategies.report.run_budget import Asked
-    from trainer.config.sections import RunConfig
-    from trainer.dist.ranks import Ranks
-    from trainer.machine.probe import Machine
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.strategies.planner.step_cost import StepCost
+    from deepstow.strategies.report.run_budget import Asked
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.ranks import Ranks
+    from deepstow.trainer.machine.probe import Machine
 
 MOST_RANKS = 1_000_000
 
@@ -119,13 +119,13 @@ def show(arguments: argparse.Namespace) -> None:
     asked = asked_of(arguments)
     config = config_of(arguments)
     machine, ranks = machine_of(arguments), ranks_of(arguments)
-    from strategies.backends import deepspeed
-    from strategies.planner.step_cost import plan_cost
-    from strategies.report import full_report
-    from trainer.planning import evaluation
-    from trainer.planning.fit import explained
-    from trainer.planning.from_config import advice, measure, plans_of, refuse_impossible
-    from trainer.planning.positions import beyond
+    from deepstow.strategies.backends import deepspeed
+    from deepstow.strategies.planner.step_cost import plan_cost
+    from deepstow.strategies.report import full_report
+    from deepstow.trainer.planning import evaluation
+    from deepstow.trainer.planning.fit import explained
+    from deepstow.trainer.planning.from_config import advice, measure, plans_of, refuse_impossible
+    from deepstow.trainer.planning.positions import beyond
 
     with explained(config, ranks, machine):
         if arguments.measure:
@@ -135,7 +135,7 @@ def show(arguments: argparse.Namespace) -> None:
     cost = plan_cost(plan)
     before = []
     if config.distill is not None:
-        from trainer.run.teaching import priced
+        from deepstow.trainer.run.teaching import priced
 
         before = priced(config, plan, machine)
     if evaluation.asked(config):
@@ -145,7 +145,7 @@ def show(arguments: argparse.Namespace) -> None:
     for line in beyond(config, plan.facts.run.positions):
         say(line)
     if asked is not None:
-        from trainer.planning.hybrid import budget
+        from deepstow.trainer.planning.hybrid import budget
 
         write_line("\n".join(["", *budget(config, ranks, machine, arguments.network, plans, asked)]))
     if arguments.explain:
@@ -170,7 +170,7 @@ def show_fit(arguments: argparse.Namespace) -> None:
     """Print the table of what fits."""
     config = config_of(arguments) if arguments.config else None
     machine = machine_of(arguments)
-    from trainer.planning import fit
+    from deepstow.trainer.planning import fit
 
     written = None
     if config is None:
@@ -185,7 +185,7 @@ def show_search(arguments: argparse.Namespace) -> None:
     """Print the best ways to use all ranks."""
     asked = asked_of(arguments)
     config, machine = config_of(arguments), machine_of(arguments)
-    from trainer.planning.hybrid import search
+    from deepstow.trainer.planning.hybrid import search
 
     lines, content = search(config, ranks_of(arguments), machine, arguments.network, say, asked, lossy=arguments.lossy)
     write_line("\n".join(lines))
@@ -195,7 +195,7 @@ def show_search(arguments: argparse.Namespace) -> None:
 
 def asked_of(arguments: argparse.Namespace) -> Asked | None:
     """What is asked of a whole run."""
-    from strategies.report.run_budget import read
+    from deepstow.strategies.report.run_budget import read
 
     try:
         return read({name: getattr(arguments, name) for name in ("tokens", "price_per_gpu_hour", "power_watts", "mfu")})
@@ -213,8 +213,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def show_file(path: Path | None) -> None:
     """Print the schema of plan.json, or check the one at ``path``: a line for everything that is wrong with it."""
-    from strategies.report import plan_json
-    from trainer.run import foreign
+    from deepstow.strategies.report import plan_json
+    from deepstow.trainer.run import foreign
 
     if path is None:
         print(json.dumps(plan_json.PlanFile.model_json_schema(), indent=2))
@@ -231,15 +231,15 @@ def show_file(path: Path | None) -> None:
 def config_of(arguments: argparse.Namespace) -> RunConfig:
     """The config, with the attention that its run would take."""
     config = load(arguments.config, arguments.overrides)
-    from trainer.planning.kernel_choice import settled
+    from deepstow.trainer.planning.kernel_choice import settled
 
     return settled(config, arguments.world_size, here=not arguments.profile, say=say)
 
 
 def machine_of(arguments: argparse.Namespace) -> Machine:
     """This machine or the named one, with the sizes of memory that are given."""
-    from trainer.machine.probe import probe
-    from trainer.machine.profiles import known_rates, profile, sized
+    from deepstow.trainer.machine.probe import probe
+    from deepstow.trainer.machine.profiles import known_rates, profile, sized
 
     machine = profile(arguments.profile) if arguments.profile is not None else probe()
     if ignored := known_rates(machine).ignored:
@@ -249,7 +249,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
 
 def ranks_of(arguments: argparse.Namespace) -> Ranks:
     """The ranks of the job that is planned."""
-    from trainer.dist.ranks import Ranks
+    from deepstow.trainer.distributed.ranks import Ranks
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
     return Ranks(world_size=arguments.world_size, local_world_size=local)
@@ -257,7 +257,7 @@ def ranks_of(arguments: argparse.Namespace) -> Ranks:
 
 def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
     """Write the picture of the simulated step; without one, of the memory of a rank."""
-    from trainer.planning.picture import draw
+    from deepstow.trainer.planning.picture import draw
 
     given = (strategy.budget(plan.facts) for strategy in config.strategies.values())
     budget = next((size for size in given if size is not None), None)

@@ -15,13 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import cli
-from trainer.config.load import json_schema, load
-from trainer.dist.exit_file import ExitFile
-from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
-from trainer.dist.stopping import Phase, Stop, Stopped
-from trainer.errors import ExitCode, UserError, report, write_line
-from trainer.machine.probe import cores
+from deepstow.launch import cli
+from deepstow.trainer.config.load import json_schema, load
+from deepstow.trainer.distributed.exit_file import ExitFile
+from deepstow.trainer.distributed.ranks import GRACE_S, Ranks, from_environment, settle_environment
+from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
+from deepstow.trainer.errors import ExitCode, UserError, report, write_line
+from deepstow.trainer.machine.probe import cores
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The whole command. Returns the exit code (``trainer.errors.ExitCode``)."""
+    """The whole command. Returns the exit code (``deepstow.trainer.errors.ExitCode``)."""
     arguments = parse(argv)
     if arguments.schema:
         print(json.dumps(json_schema(), indent=2))
@@ -84,8 +84,8 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
         if not shows:
             stop.ended.folder = Path(config.training.output_dir)
         settle_environment(ranks, cores()[1])
-        from trainer.planning.kernel_choice import settled
-        from trainer.run import run
+        from deepstow.trainer.planning.kernel_choice import settled
+        from deepstow.trainer.run import run
 
         say = write_line if ranks.is_first else lambda _: None
         config = settled(config, ranks.world_size, here=True, say=say)

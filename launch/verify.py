@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import cli
-from strategies.core.protocol import LOSSY
-from trainer.config.load import load
-from trainer.errors import ExitCode, write_line
+from deepstow.launch import cli
+from deepstow.strategies.core.protocol import LOSSY
+from deepstow.trainer.config.load import load
+from deepstow.trainer.errors import ExitCode, write_line
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
-    from trainer.verify.verify import Check, Difference
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.verify.verify import Check, Difference
 
 NOTHING = "so nothing is shown about strategies.offload"
 
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def of_checkpoint(folder: Path) -> int:
     """Compare a checkpoint with its manifest and print the result; returns the exit code."""
-    from strategies.core import sealed
-    from strategies.core.sizes import human
-    from trainer.run import checkpoint
+    from deepstow.strategies.core import sealed
+    from deepstow.strategies.core.sizes import human
+    from deepstow.trainer.run import checkpoint
 
     try:
         seal, about = checkpoint.read(folder)
@@ -76,9 +76,9 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     """Plan the run as it is, train the copy, compare and print the result; returns the exit code."""
     import torch
 
-    from strategies.engine.memory import accelerator
-    from trainer.planning.kernel_choice import settled
-    from trainer.verify import verify
+    from deepstow.strategies.engine.memory import accelerator
+    from deepstow.trainer.planning.kernel_choice import settled
+    from deepstow.trainer.verify import verify
 
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)  # from peft
     num_ranks = ranks or (torch.accelerator.device_count() if accelerator.kind() is not None else 2)
@@ -94,8 +94,8 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
 
 def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
     """Check a run with the memory engine: what the real plan moves has to move in the copy, too."""
-    from trainer.model.shrink import features, moves
-    from trainer.verify.verify import Offloaded
+    from deepstow.trainer.model.shrink import features, moves
+    from deepstow.trainer.verify.verify import Offloaded
 
     assert real.layout is not None
     tolerance, reasons = declared(config, num_ranks)
@@ -134,11 +134,11 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
 
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
     """The tolerance that the strategies declare for comparisons with plain training, and the reasons."""
-    from strategies.core.compose import in_order
-    from strategies.core.facts import Precision
-    from strategies.engine.memory import accelerator
-    from trainer.planning.facts import run_facts
-    from trainer.verify.verify import rounds_to_16_bits
+    from deepstow.strategies.core.compose import in_order
+    from deepstow.strategies.core.facts import Precision
+    from deepstow.strategies.engine.memory import accelerator
+    from deepstow.trainer.planning.facts import run_facts
+    from deepstow.trainer.verify.verify import rounds_to_16_bits
 
     facts = run_facts(config, num_ranks, accelerated=accelerator.kind() is not None)
     if rounds_to_16_bits(config) and facts.precision is Precision.FP32:
@@ -173,7 +173,7 @@ def _worst(differences: Sequence[Difference]) -> float:
 
 def line(check: Check) -> str:
     """One run of the copy: its options, what it moved, and how it compares."""
-    from strategies.core.sizes import human
+    from deepstow.strategies.core.sizes import human
 
     moved = check.moved
     options = ", ".join(f"{name} {value}" for name, value in check.options.items())

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from launch import cli
-from trainer.run import history, screen
+from deepstow.launch import cli
+from deepstow.trainer.run import history, screen
 
 EVERY_S = 1.0
 CLEAR = "\x1b[H\x1b[J"

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from strategies.core.facts import Facts
-from strategies.core.plan import RUN, Decision, Place, Plan
-from strategies.core.protocol import Idle, Phase, Strategy
-from strategies.core.validate import check
-from strategies.planner.addresses import place
-from strategies.planner.memory_rows import reserves
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.plan import RUN, Decision, Place, Plan
+from deepstow.strategies.core.protocol import Idle, Phase, Strategy
+from deepstow.strategies.core.validate import check
+from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.memory_rows import reserves
 
 
 class Buffers(Strategy):

@@ -26,15 +26,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from strategies.core.compression import Compression
-from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
-from strategies.core.plan import RUN, Decision, Plan, Reserve
-from strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Strategy
-from strategies.core.sizes import human
-from strategies.planner.compressed import bucket_bytes, reserves
-from strategies.planner.pipeline_bytes import MESSAGE_BYTES
-from strategies.planner.two_level import SLICES, UNKNOWN, best, machines_of, phases
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts
+from deepstow.strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
+from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
+from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Strategy
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.compressed import bucket_bytes, reserves
+from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from deepstow.strategies.planner.two_level import SLICES, UNKNOWN, best, machines_of, phases
 
 ADAMS = ("adamw_torch", "adamw_torch_fused")  # which 1-bit Adam knows
 ALONE = tuple(name for name in ELEMENTWISE if name not in BITSANDBYTES)  # whose state ranks save, each its own

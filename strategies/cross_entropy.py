@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Facts
-from strategies.core.plan import CHUNKS, Decision, Keep, Plan
-from strategies.core.protocol import Idle, Phase, Strategy
-from strategies.core.sizes import human
-from strategies.planner.activation_policy import WORTH_BYTES
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.plan import CHUNKS, Decision, Keep, Plan
+from deepstow.strategies.core.protocol import Idle, Phase, Strategy
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.activation_policy import WORTH_BYTES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +61,6 @@ class CrossEntropy(Strategy):
         yield Keep(unit=head.name, reason=reason, policy=CHUNKS, saved_bytes=head.in_chunks.saved_bytes)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.engine.forward.chunked_loss import set_by_plan
+        from deepstow.strategies.engine.forward.chunked_loss import set_by_plan
 
         set_by_plan(model, plan)

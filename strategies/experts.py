@@ -22,11 +22,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from strategies.backends import deepspeed
-from strategies.core.facts import Facts, Param, Precision, RunFacts
-from strategies.core.plan import RUN, Decision, Plan, Reserve
-from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy, compared_with
-from strategies.planner.expert_slices import Exchanges, exchanges_of
+from deepstow.strategies.backends import deepspeed
+from deepstow.strategies.core.facts import Facts, Param, Precision, RunFacts
+from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
+from deepstow.strategies.core.protocol import (
+    COMPILING,
+    Axis,
+    Parity,
+    Phase,
+    Refusal,
+    Requirement,
+    Strategy,
+    compared_with,
+)
+from deepstow.strategies.planner.expert_slices import Exchanges, exchanges_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +158,7 @@ class Experts(Strategy):
         return exchanges_of(facts, experts, self.degree, None if self.slices == "auto" else self.slices)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.backends.expert_parts import ExpertParts
+        from deepstow.strategies.backends.expert_parts import ExpertParts
 
         zero = deepspeed.stage(plan) is not None
         ExpertParts(model, self.degree, self._exchanges(plan.facts).slices, zero=zero)

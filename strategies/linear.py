@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from strategies.core.applied import log_applied
-from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.linears import ELEMENT_BYTES, NATIVE, Route, Routes
-from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from strategies.core.protocol import BITWISE, COMPILING, Idle, Parity, Phase, Requirement, Strategy
-from strategies.planner import gemm_routes
+from deepstow.strategies.core.applied import log_applied
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts
+from deepstow.strategies.core.linears import ELEMENT_BYTES, NATIVE, Route, Routes
+from deepstow.strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
+from deepstow.strategies.core.protocol import BITWISE, COMPILING, Idle, Parity, Phase, Requirement, Strategy
+from deepstow.strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,7 +87,7 @@ class Linear(Strategy):
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         if chosen := gemm_routes.chosen(plan):
-            from strategies.engine.forward.routed_linear import route
+            from deepstow.strategies.engine.forward.routed_linear import route
 
             route(model, chosen)
             log_applied("linear", ((path, str(routes)) for path, routes in chosen.items()))

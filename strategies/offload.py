@@ -22,20 +22,29 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from strategies.core import fp8
-from strategies.core.common_host import common_bytes
-from strategies.core.facts import Facts, Home, Precision, RunFacts
-from strategies.core.layout import Reduction
-from strategies.core.moments import MomentsAs
-from strategies.core.on_disk import check_folders, disk_bytes, folders_of
-from strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
-from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
-from strategies.core.protocol import BITWISE, LOSSY, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.core.sizes import AUTO, check_budget, check_size, check_size_or_auto, human, parse_bytes
-from strategies.planner import edits, keep_or_offload, memory_rows
-from strategies.planner.budget import device_budget, host_budget
-from strategies.planner.exchanges import from_host
-from strategies.planner.places import OffloadRequest
+from deepstow.strategies.core import fp8
+from deepstow.strategies.core.common_host import common_bytes
+from deepstow.strategies.core.facts import Facts, Home, Precision, RunFacts
+from deepstow.strategies.core.layout import Reduction
+from deepstow.strategies.core.moments import MomentsAs
+from deepstow.strategies.core.on_disk import check_folders, disk_bytes, folders_of
+from deepstow.strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
+from deepstow.strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
+from deepstow.strategies.core.protocol import (
+    BITWISE,
+    LOSSY,
+    MemoryRefusal,
+    Parity,
+    Phase,
+    Refusal,
+    Requirement,
+    Strategy,
+)
+from deepstow.strategies.core.sizes import AUTO, check_budget, check_size, check_size_or_auto, human, parse_bytes
+from deepstow.strategies.planner import edits, keep_or_offload, memory_rows
+from deepstow.strategies.planner.budget import device_budget, host_budget
+from deepstow.strategies.planner.exchanges import from_host
+from deepstow.strategies.planner.places import OffloadRequest
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _ORDER = (
@@ -244,7 +253,7 @@ class Offload(Strategy):
 
     def check_installed(self) -> None:
         """The folders of ``disk`` can have a file each, however large."""
-        from strategies.engine.memory.scratch_file import unsuitable
+        from deepstow.strategies.engine.memory.scratch_file import unsuitable
 
         for folder in folders_of(self.disk):
             if said := unsuitable(Path(folder)):

@@ -24,12 +24,12 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from strategies.core.facts import Facts, Param, Precision, RunFacts, Unit
-from strategies.core.optimizers import ELEMENTWISE
-from strategies.core.plan import RUN, Decision, Kind, Plan, Reserve, Share, When
-from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy, is_older
-from strategies.planner.cuts import DEPTHS, Schedule, complaint, cut, work
-from strategies.planner.pipeline_bytes import message_bytes, received_bytes
+from deepstow.strategies.core.facts import Facts, Param, Precision, RunFacts, Unit
+from deepstow.strategies.core.optimizers import ELEMENTWISE
+from deepstow.strategies.core.plan import RUN, Decision, Kind, Plan, Reserve, Share, When
+from deepstow.strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy, is_older
+from deepstow.strategies.planner.cuts import DEPTHS, Schedule, complaint, cut, work
+from deepstow.strategies.planner.pipeline_bytes import message_bytes, received_bytes
 
 KEY = "strategies.pipeline"
 RETURNS_FROM = (2, 13)  # releases of torch

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, Rates, RunFacts, UnitKind
-from strategies.core.plan import Decision, Home, Plan
-from strategies.core.protocol import Idle, Phase, Refusal, Strategy
-from strategies.planner.activation_policy import (
+from deepstow.strategies.core.facts import Facts, Rates, RunFacts, UnitKind
+from deepstow.strategies.core.plan import Decision, Home, Plan
+from deepstow.strategies.core.protocol import Idle, Phase, Refusal, Strategy
+from deepstow.strategies.planner.activation_policy import (
     AUTO,
     KeepOption,
     by_policy,
@@ -35,9 +35,9 @@ from strategies.planner.activation_policy import (
     last_block,
     within_host,
 )
-from strategies.planner.budget import device_budget
-from strategies.planner.keep_or_offload import keep_costs
-from strategies.planner.step_cost import empty, seconds_of
+from deepstow.strategies.planner.budget import device_budget
+from deepstow.strategies.planner.keep_or_offload import keep_costs
+from deepstow.strategies.planner.step_cost import empty, seconds_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +117,7 @@ class Recompute(Strategy):
                 yield option.keep(unit.name, reason, is_open=is_open, may_host=may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.engine.forward.checkpointing import recompute
+        from deepstow.strategies.engine.forward.checkpointing import recompute
 
         recompute(model, plan)
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.plan import RUN, Decision, Plan, Reserve
-from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Strategy, compared_with
-from strategies.planner.exchanges import slices_bytes
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts
+from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
+from deepstow.strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Strategy, compared_with
+from deepstow.strategies.planner.exchanges import slices_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,7 +110,7 @@ class Sequence(Strategy):
         )
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.backends import ulysses
+        from deepstow.strategies.backends import ulysses
 
         ulysses.start(model, plan.facts.run.grid)
 

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from strategies.backends import autotp, deepspeed
-from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
-from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
-from strategies.core.protocol import COMPILING, LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.planner import exchanged_rows
-from strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
-from strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.backends import autotp, deepspeed
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts, UnitKind
+from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
+from deepstow.strategies.core.protocol import COMPILING, LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.planner import exchanged_rows
+from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
+from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -270,7 +270,14 @@ class Tensor(Strategy):
         return exchanged_rows.words(facts, how.words, how.tokens, how.bits, segmented=how.codec == "segmented")
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.backends import chunked, codec_rows, exchanged, scattered, tensor_adapters, tensor_shards
+        from deepstow.strategies.backends import (
+            chunked,
+            codec_rows,
+            exchanged,
+            scattered,
+            tensor_adapters,
+            tensor_shards,
+        )
 
         changed = self.sequence_parallel or self.chunks is not None or self.lossy is not None
         if plan.facts.run.stages > 1 or plan.facts.run.stowed or changed:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.backends import deepspeed
-from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
-from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
+from deepstow.strategies.backends import deepspeed
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts
+from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
+from deepstow.strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
 
 if TYPE_CHECKING:
     from torch import nn

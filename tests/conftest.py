@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.dist.deepspeed_ops import cache_folder, clear_abandoned_buffers
+from deepstow.trainer.distributed.deepspeed_ops import cache_folder, clear_abandoned_buffers
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # which has that of its parent; before `datasets` is imported
     # Not the user's home, which has rates that `launch/doctor.py --rates` measured: plans follow from them.
@@ -21,8 +21,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which has that of its parent; bef
 import pytest
 from hypothesis import settings
 
+from deepstow.trainer.distributed.spawn import PRELOAD
 from tests.e2e.commands import Server
-from trainer.dist.spawn import PRELOAD
 
 pytest_plugins = ["tests.helpers.leftovers"]
 settings.register_profile("same", derandomize=True)

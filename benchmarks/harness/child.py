@@ -1,6 +1,6 @@
 """One run of one contender, alone in this process, so that peak memory is the contender's own.
 
-    python -m benchmarks.harness.child < request.json
+    python -m deepstow.benchmarks.harness.child < request.json
 
 The request names the work, the contender and the folder for the result. A failure is a result, too. Over ranks there is
 one process and one result of each; the environment says which rank this is, as under a launcher.
@@ -32,12 +32,12 @@ import torch
 import torch._dynamo.utils
 from torch import Tensor
 
-from benchmarks.harness.contenders import Trained, Unavailable
-from benchmarks.harness.work import Work
-from strategies.engine.memory import accelerator
-from trainer.dist.ranks import from_environment, process_group
-from trainer.machine.probe import cores, others_cpu_s, probe, status_bytes
-from trainer.run.plan_check import count_saved
+from deepstow.benchmarks.harness.contenders import Trained, Unavailable
+from deepstow.benchmarks.harness.work import Work
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.distributed.ranks import from_environment, process_group
+from deepstow.trainer.machine.probe import cores, others_cpu_s, probe, status_bytes
+from deepstow.trainer.run.plan_check import count_saved
 
 NUM_BATCHES = 2  # optimizer steps before the tokens repeat: the loss then falls, and a wrong update shows in it
 NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix differ
@@ -79,7 +79,7 @@ def reason(error: Exception) -> str:
 def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Train and measure; returns everything that the record has about this run."""
     module, name = maker.split(":")
-    imported = importlib.import_module(f"benchmarks.harness.{module}")
+    imported = importlib.import_module(f"deepstow.benchmarks.harness.{module}")
     device = accelerator.current() or torch.device("cpu")
     batches = tokens(work, device)
     before_bytes = status_bytes("VmRSS")

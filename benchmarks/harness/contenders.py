@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.work import Work
-from strategies.engine.forward.compiled import compile_blocks
-from trainer.errors import first_line
+from deepstow.benchmarks.harness.work import Work
+from deepstow.strategies.engine.forward.compiled import compile_blocks
+from deepstow.trainer.errors import first_line
 
 Batch = Mapping[str, Tensor]
 
@@ -65,7 +65,7 @@ class Trained:
 
 def prepare(model: Any, device: torch.device, compiled: str, attention: str, liger: bool = False) -> None:
     """Compile blocks by a backend, choose the attention, or replace kernels by Liger's. Unavailable: not here."""
-    from strategies.backends import varlen
+    from deepstow.strategies.backends import varlen
 
     if attention == varlen.NAME:
         varlen.register()
@@ -128,12 +128,12 @@ class Ours(Trained):
         self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", attention: str = "",
         liger: bool = False, on_disk: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        from strategies.core.facts import Home
-        from strategies.core.on_disk import disk_bytes
-        from strategies.engine import AdamW, stow
-        from strategies.planner.step_cost import plan_cost
-        from strategies.report.plan_table import table
-        from trainer.planning.plan_for import plan_for
+        from deepstow.strategies.core.facts import Home
+        from deepstow.strategies.core.on_disk import disk_bytes
+        from deepstow.strategies.engine import AdamW, stow
+        from deepstow.strategies.planner.step_cost import plan_cost
+        from deepstow.strategies.report.plan_table import table
+        from deepstow.trainer.planning.plan_for import plan_for
 
         super().__init__(work, device)
         if on_disk and not work.disk:
@@ -185,12 +185,12 @@ class Recomputed(Plain):
         self, work: Work, model: nn.Module, device: torch.device, *, policy: str, on_host: bool = False,
         share: float | None = None,
     ) -> None:  # fmt: skip
-        from strategies.core.compose import compose
-        from strategies.core.plan import Home
-        from strategies.core.registry import find
-        from strategies.core.sizes import SHARE
-        from strategies.report import full_report
-        from trainer.planning.plan_for import plan_for
+        from deepstow.strategies.core.compose import compose
+        from deepstow.strategies.core.plan import Home
+        from deepstow.strategies.core.registry import find
+        from deepstow.strategies.core.sizes import SHARE
+        from deepstow.strategies.report import full_report
+        from deepstow.trainer.planning.plan_for import plan_for
 
         options: Any = find("recompute")
         facts = plan_for(model, batch=(work.rows, work.length), max_grad_norm=work.max_grad_norm).facts
@@ -222,13 +222,13 @@ class Routed(Plain):
     """``strategies.linear``; for ``adaptive`` the products are measured first, and the record has their seconds."""
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device, *, transpose: str) -> None:
-        from strategies.core.compose import compose
-        from strategies.core.registry import find
-        from strategies.planner import gemm_routes
-        from strategies.report import full_report
-        from trainer.machine.gemm_timing import measure
-        from trainer.model.counting import Counter
-        from trainer.planning.plan_for import plan_for
+        from deepstow.strategies.core.compose import compose
+        from deepstow.strategies.core.registry import find
+        from deepstow.strategies.planner import gemm_routes
+        from deepstow.strategies.report import full_report
+        from deepstow.trainer.machine.gemm_timing import measure
+        from deepstow.trainer.model.counting import Counter
+        from deepstow.trainer.planning.plan_for import plan_for
 
         strategy = find("linear").model_validate({"transpose": transpose})
         model.to(device)
@@ -249,7 +249,7 @@ class Routed(Plain):
         self.settings = {**self.settings, "routes": routes, "timings": facts.timings}
 
     def update(self) -> None:
-        from strategies.engine.forward.routed_linear import weights_changed
+        from deepstow.strategies.engine.forward.routed_linear import weights_changed
 
         super().update()
         weights_changed(self.model)  # fused AdamW counts no versions

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.contenders import Batch, Trained, Unavailable
-from benchmarks.harness.work import Work
-from trainer.dist.ranks import Ranks, process_group
+from deepstow.benchmarks.harness.contenders import Batch, Trained, Unavailable
+from deepstow.benchmarks.harness.work import Work
+from deepstow.trainer.distributed.ranks import Ranks, process_group
 
 TIMEOUT_S = 600
 SMALLEST_BUCKET = 50_000_000  # elements; DeepSpeed's guides use no smaller ones

@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.work import Contender, Work
-from strategies.core.sizes import human, human_duration, human_number
-from trainer.dist.ranks import GRACE_S, Ranks, describe
+from deepstow.benchmarks.harness.work import Contender, Work
+from deepstow.strategies.core.sizes import human, human_duration, human_number
+from deepstow.trainer.distributed.ranks import GRACE_S, Ranks, describe
 
 REPO = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 1800
@@ -57,7 +57,7 @@ def child(request: dict[str, Any], log: Any, num_ranks: int = 1) -> Run:
         for place in places:
             around = {**os.environ, **place, **meeting} if num_ranks > 1 else None
             with (folder / "request").open() as text:
-                command = [sys.executable, "-m", "benchmarks.harness.child"]
+                command = [sys.executable, "-m", "deepstow.benchmarks.harness.child"]
                 started.append(subprocess.Popen(command, stdin=text, cwd=REPO, stdout=log, stderr=log, env=around))
         if not ended(started, time.monotonic() + RUN_LIMIT_S):
             return {"failed": f"not finished after {human_duration(RUN_LIMIT_S)}"}

@@ -18,13 +18,13 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from benchmarks.harness import processes
-from benchmarks.harness.processes import REPO, Run
-from benchmarks.harness.work import PLAIN, Contender, Work
-from strategies.core.sizes import human, human_number
-from strategies.report.table import table as aligned
-from trainer.errors import ConfigError, ExitCode
-from trainer.planning.picture import COLOURS, FONT, INK, MARGIN, RED, ROW
+from deepstow.benchmarks.harness import processes
+from deepstow.benchmarks.harness.processes import REPO, Run
+from deepstow.benchmarks.harness.work import PLAIN, Contender, Work
+from deepstow.strategies.core.sizes import human, human_number
+from deepstow.strategies.report.table import table as aligned
+from deepstow.trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.planning.picture import COLOURS, FONT, INK, MARGIN, RED, ROW
 
 UNKNOWN = "n/a"
 QUIET = 0.05  # the table says so if other processes used more of the cores than this while a run was measured

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strategies.core.sizes import parse_bytes
-from trainer.errors import ConfigError, nearest
+from deepstow.strategies.core.sizes import parse_bytes
+from deepstow.trainer.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, slots=True)

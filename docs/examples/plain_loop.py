@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepstow import AdamW, plan_for, stow
-from strategies.report.plan_table import table
+from deepstow.strategies.report.plan_table import table
 
 ROWS, TOKENS, STEPS = 4, 64, 20
 

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.nn.functional import linear
 
-from strategies.backends.autotp import Cut, cut_of
-from strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.engine.forward.blocks import find_blocks
 
 Span = tuple[int, int]  # of rows
 SUBLAYERS = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))

@@ -32,17 +32,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from strategies.backends import onebit_adam
-from strategies.backends.codec_int8 import Int8
-from strategies.backends.codec_topk import TopK
-from strategies.backends.ddp_hook import Hook
-from strategies.engine.optimizer import StowOptimizer
-from strategies.state.spans import Span, write
+from deepstow.strategies.backends import onebit_adam
+from deepstow.strategies.backends.codec_int8 import Int8
+from deepstow.strategies.backends.codec_topk import TopK
+from deepstow.strategies.backends.ddp_hook import Hook
+from deepstow.strategies.engine.optimizer import StowOptimizer
+from deepstow.strategies.state.spans import Span, write
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from strategies.core.compression import Compression
+    from deepstow.strategies.core.compression import Compression
 
 CASTS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 SENT = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

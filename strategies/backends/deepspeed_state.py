@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
-from strategies.state.saved_state import Weights
-from strategies.state.torch_state import Held, Piece, TorchState
+from deepstow.strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
+from deepstow.strategies.state.saved_state import Weights
+from deepstow.strategies.state.torch_state import Held, Piece, TorchState
 
 
 class DeepSpeedState(TorchState):

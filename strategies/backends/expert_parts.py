@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.backends import expert_zero, tensor_shards
-from strategies.backends.expert_exchange import DividedExperts
-from strategies.backends.tensor_shards import Shard, shard_of
-from strategies.state.torch_state import Held, Piece, TorchState, whole
+from deepstow.strategies.backends import expert_zero, tensor_shards
+from deepstow.strategies.backends.expert_exchange import DividedExperts
+from deepstow.strategies.backends.tensor_shards import Shard, shard_of
+from deepstow.strategies.state.torch_state import Held, Piece, TorchState, whole
 
 
 class ExpertParts:

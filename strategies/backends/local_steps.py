@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.backends.compressed import SENT, Compressed, average, codec_of
-from strategies.backends.onebit_adam import batches
-from strategies.core.compression import Compression
-from strategies.engine.optimizer import StowOptimizer
-from strategies.state.saved_state import MASTER
+from deepstow.strategies.backends.compressed import SENT, Compressed, average, codec_of
+from deepstow.strategies.backends.onebit_adam import batches
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.engine.optimizer import StowOptimizer
+from deepstow.strategies.state.saved_state import MASTER
 
 
 def exchange_of(how: Compression | None) -> Compressed | None:

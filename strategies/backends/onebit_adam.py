@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from strategies.backends.codec_int8 import Int8
-from strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from deepstow.strategies.backends.codec_int8 import Int8
+from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 WEIGHTS = tuple(1 << bit for bit in range(8))
 SIGNS = torch.tensor([[1.0 if byte & bit else -1.0 for bit in WEIGHTS] for byte in range(256)])

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.utils import clip_grads_with_norm_
 
-from strategies.backends import tensor_shards
-from strategies.backends.pipelining import Pipeline
-from strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from deepstow.strategies.backends import tensor_shards
+from deepstow.strategies.backends.pipelining import Pipeline
+from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 
 class StageGradients:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from strategies.backends import tensor_shards
-from strategies.backends.pipeline_gradients import StageGradients
-from strategies.backends.pipeline_zero import StateShares
-from strategies.backends.pipelining import Pipeline
-from strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
-from strategies.engine.saving.state_file import EngineState
-from strategies.state.torch_state import Held, Piece, TorchState
+from deepstow.strategies.backends import tensor_shards
+from deepstow.strategies.backends.pipeline_gradients import StageGradients
+from deepstow.strategies.backends.pipeline_zero import StateShares
+from deepstow.strategies.backends.pipelining import Pipeline
+from deepstow.strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
+from deepstow.strategies.engine.saving.state_file import EngineState
+from deepstow.strategies.state.torch_state import Held, Piece, TorchState
 
 if TYPE_CHECKING:
-    from strategies.engine import StowOptimizer
+    from deepstow.strategies.engine import StowOptimizer
 
 
 def pipeline_state(

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from strategies.backends.stages import Stage
-from strategies.core.grid import Grid
-from strategies.planner.cuts import Schedule
+from deepstow.strategies.backends.stages import Stage
+from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.planner.cuts import Schedule
 
 CLASSES: Mapping[Schedule, str] = {
     Schedule.GPIPE: "ScheduleGPipe",

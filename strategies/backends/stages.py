@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.blocks import find_blocks
 
 
 class Through(nn.Module):

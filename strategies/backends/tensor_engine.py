@@ -13,14 +13,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, device, nn
 
-from strategies.backends import tensor_shards
-from strategies.core.grid import Grid
-from strategies.engine.saving.state_file import EngineState
-from strategies.engine.updating.norms import norm_of_all
-from strategies.state.blocks import Columns
-from strategies.state.saved_state import Described
-from strategies.state.spans import Span
-from strategies.state.torch_state import Piece, spans_of
+from deepstow.strategies.backends import tensor_shards
+from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.engine.saving.state_file import EngineState
+from deepstow.strategies.engine.updating.norms import norm_of_all
+from deepstow.strategies.state.blocks import Columns
+from deepstow.strategies.state.saved_state import Described
+from deepstow.strategies.state.spans import Span
+from deepstow.strategies.state.torch_state import Piece, spans_of
 
 
 def among_ranks(model: nn.Module, grid: Grid) -> dict[str, Any]:

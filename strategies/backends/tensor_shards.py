@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.backends import autotp
-from strategies.core.grid import Grid
-from strategies.engine.memory import accelerator
-from strategies.state.blocks import Columns
+from deepstow.strategies.backends import autotp
+from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.state.blocks import Columns
 
 ATTENTION = "self_attn"
 

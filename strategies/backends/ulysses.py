@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
-from strategies.backends import varlen
+from deepstow.strategies.backends import varlen
 
 if TYPE_CHECKING:
-    from strategies.core.grid import Grid
+    from deepstow.strategies.core.grid import Grid
 
 MASKED = -100  # the label of a token that is not trained on
 

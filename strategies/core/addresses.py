@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from strategies.core.facts import Home
-from strategies.core.layout import Item
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Item
 
 
 @dataclass(frozen=True, slots=True)

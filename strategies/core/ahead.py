@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategies.core.layout import Bucket, Layout, Site
+from deepstow.strategies.core.layout import Bucket, Layout, Site
 
 
 def may_update_ahead(bucket: Bucket, layout: Layout) -> bool:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from strategies.core.layout import Bucket, Layout, Site
+from deepstow.strategies.core.layout import Bucket, Layout, Site
 
 LOGGER = logging.getLogger("deepstow")
 

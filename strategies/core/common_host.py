@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from strategies.core.facts import Home
-from strategies.core.layout import Bucket, Item, Layout, Site, aligned, rounded_to_fetch
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, aligned, rounded_to_fetch
 
 
 def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:

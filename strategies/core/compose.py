@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.grid import grid_of
-from strategies.core.plan import (
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts
+from deepstow.strategies.core.grid import grid_of
+from deepstow.strategies.core.plan import (
     BASELINE,
     RUN,
     ZEROS,
@@ -29,8 +29,8 @@ from strategies.core.plan import (
     Stow,
     When,
 )
-from strategies.core.protocol import Axis, Idle, Phase, Refusal, Requirement, Strategy
-from strategies.core.registry import find
+from deepstow.strategies.core.protocol import Axis, Idle, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
     Phase.HOW: (Impl, Reserve),

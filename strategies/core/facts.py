@@ -13,9 +13,9 @@ from enum import Enum
 from math import inf
 from typing import Literal
 
-from strategies.core.compression import Compression
-from strategies.core.grid import Cut, Grid
-from strategies.core.linears import Linear, Timing
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.grid import Cut, Grid
+from deepstow.strategies.core.linears import Linear, Timing
 
 
 class UnitKind(Enum):

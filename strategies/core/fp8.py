@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from strategies.core.facts import Facts, Param, RunFacts, UnitKind
+from deepstow.strategies.core.facts import Facts, Param, RunFacts, UnitKind
 
 BLOCK = 128  # elements of a parameter, from its first one on, that have a scale together
 SCALE_BYTES = 2

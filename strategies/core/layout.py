@@ -71,9 +71,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from strategies.core.facts import Home
-from strategies.core.fp8 import packed_bytes
-from strategies.core.moments import MOMENT_BYTES, MomentsAs, blocks_of, expanded_bytes
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.fp8 import packed_bytes
+from deepstow.strategies.core.moments import MOMENT_BYTES, MomentsAs, blocks_of, expanded_bytes
 
 PAGE_BYTES = 4096  # every spot on the host starts on such a boundary: memory is pinned page by page
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.core.layout import Bucket, Layout, ticks_of, uses
+from deepstow.strategies.core.layout import Bucket, Layout, ticks_of, uses
 
 
 def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from os.path import normpath
 
-from strategies.core.facts import Home
-from strategies.core.layout import Bucket, Layout, aligned
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Bucket, Layout, aligned
 
 
 @dataclass(frozen=True, slots=True)

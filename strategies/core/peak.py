@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.core.facts import Home, Temporaries
-from strategies.core.layout import ALIGN_BYTES, aligned
+from deepstow.strategies.core.facts import Home, Temporaries
+from deepstow.strategies.core.layout import ALIGN_BYTES, aligned
 
 
 @dataclass(frozen=True, slots=True)

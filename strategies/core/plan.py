@@ -19,12 +19,12 @@ from enum import Enum
 from types import MappingProxyType
 from typing import ClassVar, TypeAlias, TypeVar
 
-from strategies.core.addresses import Addresses
-from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
-from strategies.core.facts import Home as Home  # part of the vocabulary of plans
-from strategies.core.layout import SCRATCH_ELEMENTS, Layout
-from strategies.core.linears import Routes
-from strategies.core.peak import Saved, host_room, passes_peak
+from deepstow.strategies.core.addresses import Addresses
+from deepstow.strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
+from deepstow.strategies.core.facts import Home as Home  # part of the vocabulary of plans
+from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Layout
+from deepstow.strategies.core.linears import Routes
+from deepstow.strategies.core.peak import Saved, host_room, passes_peak
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all

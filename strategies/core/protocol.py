@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict
 if TYPE_CHECKING:
     from torch import nn
 
-    from strategies.core.facts import Facts, Home, RunFacts
-    from strategies.core.plan import Decision, Plan
+    from deepstow.strategies.core.facts import Facts, Home, RunFacts
+    from deepstow.strategies.core.plan import Decision, Plan
 
 
 class Phase(Enum):

@@ -8,7 +8,7 @@ import pkgutil
 from functools import cache
 from pathlib import Path
 
-from strategies.core.protocol import Strategy
+from deepstow.strategies.core.protocol import Strategy
 
 FOLDER = Path(__file__).resolve().parent.parent
 
@@ -23,7 +23,7 @@ def find(name: str) -> type[Strategy]:
     """The one strategy class in ``strategies/<name>.py``. Raise KeyError if there is no such file."""
     if name not in available():
         raise KeyError(name)
-    module = importlib.import_module(f"strategies.{name}")
+    module = importlib.import_module(f"deepstow.strategies.{name}")
     classes = [
         value
         for value in vars(module).values()

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from strategies.core.commit import inside, replace_file, sync
+from deepstow.strategies.core.commit import inside, replace_file, sync
 
 MANIFEST = "manifest.json"
 WAITING = 4  # threads beyond the cores: those that wait for the disk do not compute

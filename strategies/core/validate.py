@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
-from strategies.core.addresses import Addresses, Spot
-from strategies.core.ahead import may_update_ahead
-from strategies.core.common_host import common_bytes, read_by_all
-from strategies.core.facts import Home, Param
-from strategies.core.layout import (
+from deepstow.strategies.core.addresses import Addresses, Spot
+from deepstow.strategies.core.ahead import may_update_ahead
+from deepstow.strategies.core.common_host import common_bytes, read_by_all
+from deepstow.strategies.core.facts import Home, Param
+from deepstow.strategies.core.layout import (
     ALIGN_BYTES,
     ITEM_BYTES,
     Bucket,
@@ -27,7 +27,7 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.core.layout import needs as needs_of
+from deepstow.strategies.core.layout import needs as needs_of
 
 Key: TypeAlias = tuple[str, Item]
 

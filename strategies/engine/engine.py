@@ -23,30 +23,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.addresses import Addresses
-from strategies.core.layout import Item, Layout
-from strategies.core.on_disk import state_file_bytes, weight_file_bytes
-from strategies.engine.buckets.bucket_state import BucketState, Pending, find_overlapping
-from strategies.engine.buckets.index import BucketOf
-from strategies.engine.buckets.jobs import Change, Job, Scale
-from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.disk_state import DiskState
-from strategies.engine.memory.disk_weights import DiskWeights
-from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
-from strategies.engine.prefetch import Prefetch
-from strategies.engine.ranks.shares import ranks_of
-from strategies.engine.ranks.two_level import TwoLevel
-from strategies.engine.residency import Residency
-from strategies.engine.tensors.guard import refuse_transforms
-from strategies.engine.tensors.parameters import WRITE, Copied
-from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.transfer.worker import Worker, spare_cores
-from strategies.engine.updating.clipping import Clipping, SkippedSteps
-from strategies.engine.updating.gradients import Gradients
-from strategies.engine.updating.moments import Moments
-from strategies.engine.updating.norms import TotalNorm, norm_of_all
-from strategies.engine.updating.optim import UpdateRule
-from strategies.engine.updating.updates import Updates
+from deepstow.strategies.core.addresses import Addresses
+from deepstow.strategies.core.layout import Item, Layout
+from deepstow.strategies.core.on_disk import state_file_bytes, weight_file_bytes
+from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending, find_overlapping
+from deepstow.strategies.engine.buckets.index import BucketOf
+from deepstow.strategies.engine.buckets.jobs import Change, Job, Scale
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.memory.disk_state import DiskState
+from deepstow.strategies.engine.memory.disk_weights import DiskWeights
+from deepstow.strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
+from deepstow.strategies.engine.prefetch import Prefetch
+from deepstow.strategies.engine.ranks.shares import ranks_of
+from deepstow.strategies.engine.ranks.two_level import TwoLevel
+from deepstow.strategies.engine.residency import Residency
+from deepstow.strategies.engine.tensors.guard import refuse_transforms
+from deepstow.strategies.engine.tensors.parameters import WRITE, Copied
+from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.transfer.worker import Worker, spare_cores
+from deepstow.strategies.engine.updating.clipping import Clipping, SkippedSteps
+from deepstow.strategies.engine.updating.gradients import Gradients
+from deepstow.strategies.engine.updating.moments import Moments
+from deepstow.strategies.engine.updating.norms import TotalNorm, norm_of_all
+from deepstow.strategies.engine.updating.optim import UpdateRule
+from deepstow.strategies.engine.updating.updates import Updates
 
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 

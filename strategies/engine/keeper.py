@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.sizes import human
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.engine import Engine
-from strategies.engine.memory.arena import alone
-from strategies.engine.tensors.loans import LentParameter
-from strategies.engine.tensors.parameters import Alias, Copied, Elsewhere, StowedParameter
-from strategies.engine.tensors.pending_gradient import PendingGradient
-from strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.memory.arena import alone
+from deepstow.strategies.engine.tensors.loans import LentParameter
+from deepstow.strategies.engine.tensors.parameters import Alias, Copied, Elsewhere, StowedParameter
+from deepstow.strategies.engine.tensors.pending_gradient import PendingGradient
+from deepstow.strategies.engine.transfer.transfer import Lane
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from strategies.core.facts import Home
-from strategies.core.layout import Layout
-from strategies.core.optimizers import STATE
-from strategies.engine.forward.blocks import around_blocks
-from strategies.engine.tensors.parameters import ACCUMULATED, is_placeholder
-from strategies.engine.tensors.quantised import KINDS, complaints
-from strategies.engine.updating.optim import UpdateRule
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.optimizers import STATE
+from deepstow.strategies.engine.forward.blocks import around_blocks
+from deepstow.strategies.engine.tensors.parameters import ACCUMULATED, is_placeholder
+from deepstow.strategies.engine.tensors.quantised import KINDS, complaints
+from deepstow.strategies.engine.updating.optim import UpdateRule
 
 NOT_IN_KERNELS = ("maximize", "differentiable", "capturable", "dampening", "initial_accumulator_value")
 

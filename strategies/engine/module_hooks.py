@@ -29,11 +29,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.forward.checkpointing import checkpointed
-from strategies.engine.tensors.guard import DOUBLE, guard, refuse_transforms
-from strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.checkpointing import checkpointed
+from deepstow.strategies.engine.tensors.guard import DOUBLE, guard, refuse_transforms
+from deepstow.strategies.engine.tensors.nested import tensors_in
 
 Handle = torch.utils.hooks.RemovableHandle
 P = ParamSpec("P")

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from strategies.core.facts import Home
-from strategies.engine.memory.arena import Arena
-from strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.transfer.transfer import Lane
 
 if TYPE_CHECKING:
-    from strategies.engine.optimizer import StowOptimizer
+    from deepstow.strategies.engine.optimizer import StowOptimizer
 
 
 def name_calls(until: ExitStack, it: Any, method: str, name_of: Callable[..., str]) -> None:

@@ -29,26 +29,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.applied import log_stowed
-from strategies.core.facts import Home
-from strategies.core.layout import Layout
-from strategies.core.validate import check
-from strategies.engine.engine import Engine
-from strategies.engine.forward import chunked_loss
-from strategies.engine.forward.checkpointing import room_of
-from strategies.engine.memory.accelerator import device_of
-from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
-from strategies.engine.ranks.two_level import exchange_of
-from strategies.engine.saving import state_file
-from strategies.engine.saving.state_dict import Place, State, StateAccess, without_values
-from strategies.engine.tensors.parameters import STOWED, move_buffers
-from strategies.engine.tensors.quantised import Adopted
-from strategies.engine.transfer.transfer import Transfer, transfer_for
-from strategies.engine.updating.norms import TotalNorm, norm_of_all
-from strategies.engine.updating.optim import AdamW, UpdateRule
+from deepstow.strategies.core.applied import log_stowed
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.validate import check
+from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.forward import chunked_loss
+from deepstow.strategies.engine.forward.checkpointing import room_of
+from deepstow.strategies.engine.memory.accelerator import device_of
+from deepstow.strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
+from deepstow.strategies.engine.ranks.two_level import exchange_of
+from deepstow.strategies.engine.saving import state_file
+from deepstow.strategies.engine.saving.state_dict import Place, State, StateAccess, without_values
+from deepstow.strategies.engine.tensors.parameters import STOWED, move_buffers
+from deepstow.strategies.engine.tensors.quantised import Adopted
+from deepstow.strategies.engine.transfer.transfer import Transfer, transfer_for
+from deepstow.strategies.engine.updating.norms import TotalNorm, norm_of_all
+from deepstow.strategies.engine.updating.optim import AdamW, UpdateRule
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
+    from deepstow.strategies.core.plan import Plan
 
 Saved = list[tuple[nn.Parameter, Mapping[str, Any]]]
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]

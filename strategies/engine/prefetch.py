@@ -16,10 +16,10 @@ from itertools import chain
 
 import torch
 
-from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.module_hooks import Scope
-from strategies.engine.residency import Residency
-from strategies.engine.updating.updates import Updates
+from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
+from deepstow.strategies.engine.module_hooks import Scope
+from deepstow.strategies.engine.residency import Residency
+from deepstow.strategies.engine.updating.updates import Updates
 
 
 class Prefetch:

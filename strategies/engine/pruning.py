@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.optimizer import StowOptimizer
-from strategies.engine.updating.optim import zeros_stay
+from deepstow.strategies.engine.optimizer import StowOptimizer
+from deepstow.strategies.engine.updating.optim import zeros_stay
 
 
 def keep_zeros(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:

@@ -37,11 +37,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.memory.disk_weights import DiskWeights, Updated
-from strategies.engine.ranks.replicas import OneRank
-from strategies.engine.tensors.fp8 import Codes
-from strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
+from deepstow.strategies.engine.memory.disk_weights import DiskWeights, Updated
+from deepstow.strategies.engine.ranks.replicas import OneRank
+from deepstow.strategies.engine.tensors.fp8 import Codes
+from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
 
 
 class Residency:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from strategies.core.facts import NO_WORK, Facts, Operator, Temporaries, Unit, UnitKind, Work
-from strategies.core.peak import Saved, host_room
-from strategies.core.plan import INPUT, NONE, Keep
+from deepstow.strategies.core.facts import NO_WORK, Facts, Operator, Temporaries, Unit, UnitKind, Work
+from deepstow.strategies.core.peak import Saved, host_room
+from deepstow.strategies.core.plan import INPUT, NONE, Keep
 
 WORTH_BYTES = 64 << 20  # of logits in fp32, from which their loss is computed by chunks by default
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from strategies.core.addresses import Addresses, Spot
-from strategies.core.common_host import read_by_all
-from strategies.core.facts import Home
-from strategies.core.layout import Bucket, Item, Layout, Need, aligned, common_needs, needs
-from strategies.planner.packing import Packing, Piece, pack
+from deepstow.strategies.core.addresses import Addresses, Spot
+from deepstow.strategies.core.common_host import read_by_all
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Need, aligned, common_needs, needs
+from deepstow.strategies.planner.packing import Packing, Piece, pack
 
 packed = lru_cache(maxsize=64)(pack)  # a search packs the same weights again and again
 

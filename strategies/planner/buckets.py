@@ -26,9 +26,9 @@ from functools import lru_cache
 from statistics import median_low
 from typing import TypeAlias
 
-from strategies.core.facts import Facts, Param, UnitKind
-from strategies.core.fp8 import blocks_of, is_rounded
-from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
+from deepstow.strategies.core.facts import Facts, Param, UnitKind
+from deepstow.strategies.core.fp8 import blocks_of, is_rounded
+from deepstow.strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
 
 PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
 SMALL = 8  # a bucket of less than this part of a block, per unit, is not worth a copy

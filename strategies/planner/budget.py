@@ -6,9 +6,9 @@ rest is the size that the arenas may have.
 
 from __future__ import annotations
 
-from strategies.core.facts import Home, MachineFacts
-from strategies.core.plan import Plan
-from strategies.core.sizes import AUTO, SHARE, parse_bytes
+from deepstow.strategies.core.facts import Home, MachineFacts
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.sizes import AUTO, SHARE, parse_bytes
 
 
 def device_budget(machine: MachineFacts, value: str | float = AUTO) -> int:

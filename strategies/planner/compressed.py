@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strategies.core.compression import Compression
-from strategies.core.facts import Facts, Precision, Rates, UnitKind
-from strategies.core.plan import RUN, Home, Reserve
-from strategies.planner.exchanges import gather_rate
-from strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Facts, Precision, Rates, UnitKind
+from deepstow.strategies.core.plan import RUN, Home, Reserve
+from deepstow.strategies.planner.exchanges import gather_rate
+from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 VISITING = 5  # copies of a bucket in fp32 on the device of the memory engine, at most
 COUNTED = {"none": 3, "bf16": 3, "fp16": 3, "int8": 16, "onebit": 20, "powersgd": 12, "topk": 20}

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
 
-from strategies.core.facts import Unit, UnitKind
-from strategies.core.grid import Cut
+from deepstow.strategies.core.facts import Unit, UnitKind
+from deepstow.strategies.core.grid import Cut
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # Hugging Face's keys for the number of blocks
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from strategies.core.facts import Facts, Precision
-from strategies.core.sizes import human
-from strategies.planner.budget import device_budget
-from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.places import OffloadRequest
+from deepstow.strategies.core.facts import Facts, Precision
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.budget import device_budget
+from deepstow.strategies.planner.placement_search import PlacementSearch
+from deepstow.strategies.planner.places import OffloadRequest
 
 SHOWN = 3
 WORTH = 0.01  # a gain that is worth a line

@@ -16,12 +16,12 @@ from functools import cache
 from operator import mul
 from typing import NamedTuple
 
-from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
-from strategies.core.layout import Site
-from strategies.core.moments import slower, touched_bytes
-from strategies.planner.exchanges import gather_rate, sums_slowdown
-from strategies.planner.places import OffloadRequest, Place, Placement, Places
-from strategies.planner.step_cost import KEPT, TOUCHED_BYTES, unit_seconds
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.core.moments import slower, touched_bytes
+from deepstow.strategies.planner.exchanges import gather_rate, sums_slowdown
+from deepstow.strategies.planner.places import OffloadRequest, Place, Placement, Places
+from deepstow.strategies.planner.step_cost import KEPT, TOUCHED_BYTES, unit_seconds
 
 AHEAD = 2.1  # times as long as an update takes one that is made beside the present state
 

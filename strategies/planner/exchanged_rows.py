@@ -12,9 +12,9 @@ accelerator, which nobody has measured; on a CPU what one core took, in bytes of
 
 from __future__ import annotations
 
-from strategies.core.facts import Facts, RunFacts, UnitKind
-from strategies.planner.exchanges import straight
-from strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.core.facts import Facts, RunFacts, UnitKind
+from deepstow.strategies.planner.exchanges import straight
+from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
 
 OWNER = "tensor: exchanged rows"
 COUNTED = {(8, False): (44, 24), (4, False): (48, 28), (8, True): (180, 100), (4, True): (184, 104)}

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strategies.core.facts import Facts, Rates, RunFacts
-from strategies.core.layout import Reduction
-from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
-from strategies.planner.two_level import GATHERS, SUMS, machines_of, phases
+from deepstow.strategies.core.facts import Facts, Rates, RunFacts
+from deepstow.strategies.core.layout import Reduction
+from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
+from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
+from deepstow.strategies.planner.two_level import GATHERS, SUMS, machines_of, phases
 
 SLICE_MESSAGES = 4  # of a block between ranks with slices of a row: queries, keys, values, and the result
 EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.core.facts import Facts, Param, RunFacts
-from strategies.core.sizes import human
-from strategies.planner.exchanges import straight
+from deepstow.strategies.core.facts import Facts, Param, RunFacts
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.exchanges import straight
 
 MOST = 8  # slices that are tried
 

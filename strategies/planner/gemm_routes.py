@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from strategies.core.facts import Facts
-from strategies.core.linears import NATIVE, Gemm, Linear, Route, Routes, Shape, Timing
-from strategies.core.plan import Impl, Plan
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.linears import NATIVE, Gemm, Linear, Route, Routes, Shape, Timing
+from deepstow.strategies.core.plan import Impl, Plan
 
 MARGIN = 0.03  # smaller gains may reverse in the next measurement
 ROUTING_S = 15e-6  # of a forward and backward; 13 measured on two cores of an Intel Xeon, 8 x 8 weights

@@ -24,13 +24,19 @@ from itertools import islice
 from math import inf
 from typing import TypeAlias
 
-from strategies.core.facts import Facts, Home, Rates
-from strategies.core.layout import Layout
-from strategies.core.plan import NONE, Keep, Plan
-from strategies.planner.activation_policy import KeepCosts, KeepOption, TradeoffCurve, within_host, work_seconds
-from strategies.planner.addresses import place
-from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.places import OffloadRequest
+from deepstow.strategies.core.facts import Facts, Home, Rates
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.plan import NONE, Keep, Plan
+from deepstow.strategies.planner.activation_policy import (
+    KeepCosts,
+    KeepOption,
+    TradeoffCurve,
+    within_host,
+    work_seconds,
+)
+from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.placement_search import PlacementSearch
+from deepstow.strategies.planner.places import OffloadRequest
 
 GRID = 4  # positions per curve, besides the first
 TRIED = 3  # positions that are worked out: of the curve on which nothing goes to the host, and of the others

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 
-from strategies.core.facts import Home
-from strategies.core.layout import Layout
-from strategies.planner import weight_schedule
-from strategies.planner.addresses import place
-from strategies.planner.places import Movable, Placement, Places
-from strategies.planner.spill import spilled
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.planner import weight_schedule
+from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.places import Movable, Placement, Places
+from deepstow.strategies.planner.spill import spilled
 
 SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then

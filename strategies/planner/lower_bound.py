@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from strategies.core.facts import Facts
-from strategies.core.layout import Site, ticks_of
-from strategies.planner.estimate import Estimate
-from strategies.planner.places import OffloadRequest, Place, Places
-from strategies.planner.step_cost import unit_seconds
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.layout import Site, ticks_of
+from deepstow.strategies.planner.estimate import Estimate
+from deepstow.strategies.planner.places import OffloadRequest, Place, Places
+from deepstow.strategies.planner.step_cost import unit_seconds
 
 VISIT_SLOTS = 2  # of a size
 MOST_STEPS = 200  # of the simplex method; fewer give a lower bound, too

@@ -25,8 +25,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from strategies.planner.problem import Problem
-from strategies.planner.tasks import COPIES, Resource, Task
+from deepstow.strategies.planner.problem import Problem
+from deepstow.strategies.planner.tasks import COPIES, Resource, Task
 
 UP, DOWN, DRAM, DEVICE, CORES, DISK = range(6)  # the media
 Needs: TypeAlias = tuple[tuple[int, float], ...]  # of a task: a medium, and what of it per second at full speed

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from strategies.core.addresses import Addresses
-from strategies.core.facts import Facts, Home, Unit
-from strategies.core.layout import (
+from deepstow.strategies.core.addresses import Addresses
+from deepstow.strategies.core.facts import Facts, Home, Unit
+from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     Bucket,
     Item,
@@ -25,9 +25,9 @@ from strategies.core.layout import (
     rounded_to_fetch,
     scratch_bytes,
 )
-from strategies.core.moments import MOMENT_BYTES
-from strategies.core.plan import RUN, Kind, Plan, Reserve, Share
-from strategies.planner.addresses import all_needs, slot_pools, weight_packing
+from deepstow.strategies.core.moments import MOMENT_BYTES
+from deepstow.strategies.core.plan import RUN, Kind, Plan, Reserve, Share
+from deepstow.strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
 SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name and the reason
     Item.WEIGHT: ("slots for weights", "weights in flight"),

@@ -6,7 +6,7 @@ count the same bytes.
 
 from __future__ import annotations
 
-from strategies.core.facts import RunFacts
+from deepstow.strategies.core.facts import RunFacts
 
 MESSAGE_BYTES = 25 << 20  # of gradients to the other copies, as torch's data parallelism sends them
 

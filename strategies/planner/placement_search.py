@@ -18,16 +18,16 @@ from functools import cached_property, partial
 from itertools import islice
 from math import inf
 
-from strategies.core.facts import Facts, Home
-from strategies.core.layout import Layout
-from strategies.core.protocol import MemoryRefusal, Refusal
-from strategies.core.sizes import human, written
-from strategies.planner.buckets import PARTS, block_bytes, capacity, typical_block_bytes
-from strategies.planner.least_memory import SAMPLE, Least, least_memory
-from strategies.planner.places import OffloadRequest, Places
-from strategies.planner.site_search import CLOSE, SiteSearch, Timed
-from strategies.planner.spill import off_disk, spilled
-from strategies.planner.updates_ahead import with_updates_ahead
+from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
+from deepstow.strategies.core.sizes import human, written
+from deepstow.strategies.planner.buckets import PARTS, block_bytes, capacity, typical_block_bytes
+from deepstow.strategies.planner.least_memory import SAMPLE, Least, least_memory
+from deepstow.strategies.planner.places import OffloadRequest, Places
+from deepstow.strategies.planner.site_search import CLOSE, SiteSearch, Timed
+from deepstow.strategies.planner.spill import off_disk, spilled
+from deepstow.strategies.planner.updates_ahead import with_updates_ahead
 
 STEP = 4  # times: from one budget that is searched on the way to the next
 BRIEF = 0.15  # of a search's effort, on the way

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
-from strategies.core.facts import Facts, Home, UnitKind
-from strategies.core.layout import (
+from deepstow.strategies.core.facts import Facts, Home, UnitKind
+from deepstow.strategies.core.layout import (
     Item,
     Layout,
     Reduction,
@@ -32,9 +32,9 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.core.moments import MomentsAs
-from strategies.planner.addresses import size_classes
-from strategies.planner.buckets import capacity, form, offloadable
+from deepstow.strategies.core.moments import MomentsAs
+from deepstow.strategies.planner.addresses import size_classes
+from deepstow.strategies.planner.buckets import capacity, form, offloadable
 
 
 class Place(NamedTuple):

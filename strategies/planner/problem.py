@@ -20,8 +20,8 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from strategies.core.facts import Home
-from strategies.core.layout import Site
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Site
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from strategies.planner.machine import least_seconds, run
-from strategies.planner.problem import Eviction, Problem, need_order
-from strategies.planner.tasks import Resource, Task, build_tasks
+from deepstow.strategies.planner.machine import least_seconds, run
+from deepstow.strategies.planner.problem import Eviction, Problem, need_order
+from deepstow.strategies.planner.tasks import Resource, Task, build_tasks
 
 SAME = 1e-9  # times that differ by less, relatively, are taken as equal
 MOST_ITERATIONS = 40

@@ -22,19 +22,27 @@ from math import inf
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from strategies.core.facts import Facts, Home
-from strategies.core.layout import Layout, Site
-from strategies.planner.addresses import place
-from strategies.planner.estimate import Estimate
-from strategies.planner.least_memory import fewest_copies
-from strategies.planner.lower_bound import bound_of
-from strategies.planner.places import OffloadRequest, Placement, Places, Sizes
-from strategies.planner.problem import Tick
-from strategies.planner.simulate import simulated_period
-from strategies.planner.spill import off_disk, spilled
-from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
-from strategies.planner.updates_ahead import fastest, with_updates_ahead
-from strategies.planner.weight_schedule import SEARCHED, WINDOW, Alone, DoesNotFit, alone, fitted, only_while_used
+from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.layout import Layout, Site
+from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.estimate import Estimate
+from deepstow.strategies.planner.least_memory import fewest_copies
+from deepstow.strategies.planner.lower_bound import bound_of
+from deepstow.strategies.planner.places import OffloadRequest, Placement, Places, Sizes
+from deepstow.strategies.planner.problem import Tick
+from deepstow.strategies.planner.simulate import simulated_period
+from deepstow.strategies.planner.spill import off_disk, spilled
+from deepstow.strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
+from deepstow.strategies.planner.updates_ahead import fastest, with_updates_ahead
+from deepstow.strategies.planner.weight_schedule import (
+    SEARCHED,
+    WINDOW,
+    Alone,
+    DoesNotFit,
+    alone,
+    fitted,
+    only_while_used,
+)
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED = 60  # its plans, of few buckets

@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
 
-from strategies.core.facts import Home
-from strategies.core.layout import Bucket, Layout, Site, aligned, needs
-from strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
-from strategies.planner.addresses import place
-from strategies.planner.places import Place, Placement, Places
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Bucket, Layout, Site, aligned, needs
+from deepstow.strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
+from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.places import Place, Placement, Places
 
 Change: TypeAlias = tuple[int, Any]  # the fields of a bucket, by index, that become others
 COPY: Any = {"copy_on_disk": False}  # a trained weight leaves the disk

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from strategies.core.facts import HOST_UPDATE_BYTES, NO_WORK, Facts, Rates, Unit, UnitKind
-from strategies.core.layout import (
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, NO_WORK, Facts, Rates, Unit, UnitKind
+from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     SCRATCH_ELEMENTS,
     Bucket,
@@ -33,16 +33,16 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.core.moments import slower, touched_bytes
-from strategies.core.on_disk import read_bytes, rewritten_bytes
-from strategies.core.plan import Plan
-from strategies.planner.activation_policy import FULL, by_policy
-from strategies.planner.addresses import slot_numbers, weight_packing
-from strategies.planner.compressed import exchanged_bytes
-from strategies.planner.exchanges import gather_rate, slices_seconds, sum_seconds, sums_slowdown
-from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
-from strategies.planner.simulate import Outcome, simulate, simulated_period
-from strategies.planner.tasks import ROUND_NUMBERS, Resource, build_tasks
+from deepstow.strategies.core.moments import slower, touched_bytes
+from deepstow.strategies.core.on_disk import read_bytes, rewritten_bytes
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.planner.activation_policy import FULL, by_policy
+from deepstow.strategies.planner.addresses import slot_numbers, weight_packing
+from deepstow.strategies.planner.compressed import exchanged_bytes
+from deepstow.strategies.planner.exchanges import gather_rate, slices_seconds, sum_seconds, sums_slowdown
+from deepstow.strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
+from deepstow.strategies.planner.simulate import Outcome, simulate, simulated_period
+from deepstow.strategies.planner.tasks import ROUND_NUMBERS, Resource, build_tasks
 
 STEADY = 2  # the first iteration that is like those after it
 TOUCHED_BYTES = 28  # per parameter, by an update on the device: 4 numbers read and 3 written, in fp32

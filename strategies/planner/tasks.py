@@ -31,9 +31,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
-from strategies.core.facts import Home
-from strategies.core.layout import Site
-from strategies.planner.problem import Eviction, Problem, Tick, Update, Weight, need_order
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.planner.problem import Eviction, Problem, Tick, Update, Weight, need_order
 
 
 class Resource(Enum):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from strategies.core.ahead import may_update_ahead
-from strategies.core.facts import Home
-from strategies.core.layout import Layout, aligned, gradient_tick, ticks_of
-from strategies.planner.addresses import place
+from deepstow.strategies.core.ahead import may_update_ahead
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Layout, aligned, gradient_tick, ticks_of
+from deepstow.strategies.planner.addresses import place
 
 WORTH = 0.01
 

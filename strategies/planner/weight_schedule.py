@@ -25,14 +25,14 @@ from itertools import accumulate, islice
 from math import fsum, inf
 from typing import TypeAlias
 
-from strategies.core.facts import Facts, Rates
-from strategies.core.layout import Layout, Range, aligned, ticks_of, uses
-from strategies.core.on_disk import read_bytes
-from strategies.planner.addresses import packed
-from strategies.planner.packing import Piece
-from strategies.planner.problem import Eviction, Gap, Problem, at_need, least_memory, need_order, present_ticks
-from strategies.planner.simulate import SAME, reload_period
-from strategies.planner.step_cost import problem_of
+from deepstow.strategies.core.facts import Facts, Rates
+from deepstow.strategies.core.layout import Layout, Range, aligned, ticks_of, uses
+from deepstow.strategies.core.on_disk import read_bytes
+from deepstow.strategies.planner.addresses import packed
+from deepstow.strategies.planner.packing import Piece
+from deepstow.strategies.planner.problem import Eviction, Gap, Problem, at_need, least_memory, need_order, present_ticks
+from deepstow.strategies.planner.simulate import SAME, reload_period
+from deepstow.strategies.planner.step_cost import problem_of
 
 NEAR = 4  # a gap is swapped for so many on either side of it
 SEARCHED = 50  # plans that one search evaluates at most, a third of them for the start, each in O(ticks + gaps)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
-from strategies.core.plan import RUN, Kind, Reserve, When
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts, UnitKind
+from deepstow.strategies.core.plan import RUN, Kind, Reserve, When
 
 MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
 SPLIT_FROM: Mapping[Kind, int] = {Kind.MASTER: 1, Kind.MOMENT: 1, Kind.GRAD: 2, Kind.PARAM: 3}

@@ -8,17 +8,17 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from strategies.core.ahead import beside_bytes, waiting
-from strategies.core.facts import Unit, UnitKind
-from strategies.core.on_disk import disk_bytes, state_file_bytes, weight_bytes_on_disk, weights_on_disk
-from strategies.core.plan import NONE, Home, Keep, Kind, Plan
-from strategies.core.sizes import human
-from strategies.planner import gemm_routes
-from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
-from strategies.planner.step_cost import StepCost, launch_seconds, seconds_of, unit_flops
-from strategies.planner.tasks import Resource
-from strategies.report import plan_table
-from strategies.report.table import table
+from deepstow.strategies.core.ahead import beside_bytes, waiting
+from deepstow.strategies.core.facts import Unit, UnitKind
+from deepstow.strategies.core.on_disk import disk_bytes, state_file_bytes, weight_bytes_on_disk, weights_on_disk
+from deepstow.strategies.core.plan import NONE, Home, Keep, Kind, Plan
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner import gemm_routes
+from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
+from deepstow.strategies.planner.step_cost import StepCost, launch_seconds, seconds_of, unit_flops
+from deepstow.strategies.planner.tasks import Resource
+from deepstow.strategies.report import plan_table
+from deepstow.strategies.report.table import table
 
 WITHIN = 0.02  # of the bound: said so
 WORTH = 0.1  # a part of the step that is worth a row
@@ -49,7 +49,7 @@ def text(
 
 def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     """The content of ``plan.json``, see ``plan_json.PlanFile``."""
-    from strategies.report import plan_json  # most plans are printed only, and its classes take time to make
+    from deepstow.strategies.report import plan_json  # most plans are printed only, and its classes take time to make
 
     return {
         **plan_json.to_json(plan),

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from strategies.core.compression import Compression
-from strategies.core.sizes import human
-from strategies.planner.hybrid.degrees import Degrees, Stowed
-from strategies.planner.hybrid.search import Answer, Found
-from strategies.report.table import table
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
+from deepstow.strategies.planner.hybrid.search import Answer, Found
+from deepstow.strategies.report.table import table
 
 HEADER = (
     "stages x tensor x data", "ZeRO", "recompute", "offload", "micro-batch", "per step", "seconds", "from-to", "rates",

@@ -17,12 +17,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
-from strategies.core.addresses import Addresses, Spot
-from strategies.core.facts import Facts, Home
-from strategies.core.layout import Item, Layout, Site, gradient_tick, ticks_of
-from strategies.core.peak import host_room
-from strategies.core.plan import Keep, Plan
-from strategies.core.validate import validate
+from deepstow.strategies.core.addresses import Addresses, Spot
+from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.layout import Item, Layout, Site, gradient_tick, ticks_of
+from deepstow.strategies.core.peak import host_room
+from deepstow.strategies.core.plan import Keep, Plan
+from deepstow.strategies.core.validate import validate
 
 VERSION = 4
 

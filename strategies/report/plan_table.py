@@ -7,20 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from strategies.core.addresses import Addresses
-from strategies.core.facts import Unit, UnitKind
-from strategies.core.grid import Cell, Grid
-from strategies.core.layout import Bucket, Item, Layout, Site, largest_shared, ticks_of, uses
-from strategies.core.leads import leads
-from strategies.core.plan import Home, Kind, Plan, When
-from strategies.core.sizes import human
-from strategies.planner.budget import loading_bytes, writing_bytes
-from strategies.planner.compressed import words
-from strategies.planner.exchanged_rows import OWNER as EXCHANGED
-from strategies.planner.exchanges import crosses, leaving, sum_bound
-from strategies.planner.hybrid.chunks import UNDER_WAY
-from strategies.planner.memory_rows import UPDATES
-from strategies.report.table import table as aligned
+from deepstow.strategies.core.addresses import Addresses
+from deepstow.strategies.core.facts import Unit, UnitKind
+from deepstow.strategies.core.grid import Cell, Grid
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, largest_shared, ticks_of, uses
+from deepstow.strategies.core.leads import leads
+from deepstow.strategies.core.plan import Home, Kind, Plan, When
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.budget import loading_bytes, writing_bytes
+from deepstow.strategies.planner.compressed import words
+from deepstow.strategies.planner.exchanged_rows import OWNER as EXCHANGED
+from deepstow.strategies.planner.exchanges import crosses, leaving, sum_bound
+from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY
+from deepstow.strategies.planner.memory_rows import UPDATES
+from deepstow.strategies.report.table import table as aligned
 
 BUCKETS = ("buckets", "bytes", "update", "gradients wait", "weights", "address on the device")
 HEADER = ("unit", "home", "each rank", *(kind.value for kind in Kind), "decided by", "why")

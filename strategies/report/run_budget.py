@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from strategies.core.facts import Facts, UnitKind
-from strategies.planner.step_cost import unit_flops
-from strategies.report.table import table
+from deepstow.strategies.core.facts import Facts, UnitKind
+from deepstow.strategies.planner.step_cost import unit_flops
+from deepstow.strategies.report.table import table
 
 MULTIPLES = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1}
 HOUR_S = 3600

@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strategies.state.blocks import Columns, Rectangle, rectangles
+from deepstow.strategies.state.blocks import Columns, Rectangle, rectangles
 
 FILE_BYTES = 1 << 30  # a writer begins another file beyond that
 PIECE_BYTES = 16 << 20  # hashed, brought down from the device, or read for it at a time

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.state.blocks import Columns, ranges
-from strategies.state.saved_state import MASTER, Described, Saved, Weights, other_model
-from strategies.state.spans import WEIGHT, Span
+from deepstow.strategies.state.blocks import Columns, ranges
+from deepstow.strategies.state.saved_state import MASTER, Described, Saved, Weights, other_model
+from deepstow.strategies.state.spans import WEIGHT, Span
 
 RECOMPUTED = frozenset(["RMS"])  # Adafactor computes it anew in every step before it reads it
 

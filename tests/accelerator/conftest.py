@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.engine.transfer.transfer import AcceleratorTransfer
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers import sides, simulated
 
 HERE = Path(__file__).parent

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from accelerate.state import DistributedType, PartialState
 
+from deepstow.trainer.distributed.ranks import from_environment, process_group
+from deepstow.trainer.distributed.spawn import PRELOAD
 from tests.accelerator.conftest import COPIES_US, KERNELS_US, library
 from tests.helpers.simulated import collectives
-from trainer.dist.ranks import from_environment, process_group
-from trainer.dist.spawn import PRELOAD
 
 
 def started(places: Sequence[Mapping[str, str]], folder: Path, work: Callable[..., Any], *args: Any) -> None:
@@ -60,7 +60,7 @@ def through_a_config(config: Path) -> None:
 
     Accelerate has a list of the kinds of device that may have several ranks; here it is told of one more.
     """
-    from launch.train import main
+    from deepstow.launch.train import main
 
     library().delay(COPIES_US, KERNELS_US)
     collectives.register(library())

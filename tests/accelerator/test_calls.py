@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.engine.memory import accelerator
-from strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Lane
-from strategies.engine.transfer.worker import Worker
-from strategies.engine.updating.norms import together
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Lane
+from deepstow.strategies.engine.transfer.worker import Worker
+from deepstow.strategies.engine.updating.norms import together
+from deepstow.trainer.machine.block_timing import UnitClock
+from deepstow.trainer.machine.probe import probe
 from tests.helpers import sides
 from tests.helpers.models import build
-from trainer.machine.block_timing import UnitClock
-from trainer.machine.probe import probe
 
 SLOW_US = 200_000
 
@@ -44,7 +44,7 @@ def test_a_device_that_lags_behind_is_waited_for(device: Any, there: torch.devic
 def test_who_waits_for_an_event_sleeps(device: Any, there: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """``synchronize`` would keep a core busy, which the worker's kernels need."""
     transfer, naps = AcceleratorTransfer(there), []
-    monkeypatch.setattr("strategies.engine.transfer.transfer.time.sleep", naps.append)
+    monkeypatch.setattr("deepstow.strategies.engine.transfer.transfer.time.sleep", naps.append)
     busy = torch.randn(400, 400, device=there)
     for _ in range(20):
         busy = busy @ busy

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine import AdamW, UpdateRule, stow
-from strategies.engine.memory import accelerator
-from strategies.engine.memory.arena import OutOfMemoryError
-from strategies.engine.transfer.transfer import AcceleratorTransfer
+from deepstow.strategies.engine import AdamW, UpdateRule, stow
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.memory.arena import OutOfMemoryError
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, batches_on, both, noise, title
 from tests.helpers.models import build, on, tokens
@@ -24,7 +24,7 @@ from tests.parity.test_zoo import MODELS, NORM, TRAVEL, clipped
 
 DEVICE = "sim:0"
 # The exactness gate of ``tests/parity/test_engine.py``, of which any two levels meet here; all its cases run by
-# ``python -m benchmarks.gpu_engine --device sim``. The device is compared with itself: its kernels are the CPU's, but
+# ``python -m deepstow.benchmarks.gpu_engine --device sim``. The device is compared with itself: its kernels are the CPU's, but
 # gradients are summed in another order.
 TABLE = Table(
     {

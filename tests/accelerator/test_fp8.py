@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.engine.transfer.transfer import AcceleratorTransfer
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.engine import differences, plain, stowed
 from tests.helpers.grid import batches_on
 from tests.helpers.models import on

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from strategies.engine import stow
-from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
+from deepstow.trainer.distributed.ranks import Ranks, describe
 from tests.accelerator.conftest import COPIES_US, KERNELS_US, library
 from tests.accelerator.rank import in_group, started, through_a_config
 from tests.accelerator.test_trainer import config_of, left
@@ -24,7 +25,6 @@ from tests.helpers.models import build
 from tests.helpers.pairwise import Row, Table
 from tests.helpers.simulated import collectives
 from tests.parity.test_engine_shares import CASE, FACTORS, FEW, FORBIDDEN, train
-from trainer.dist.ranks import Ranks, describe
 
 pytestmark = pytest.mark.ranks
 DEVICE = "sim:0"

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.engine import stow
-from strategies.engine.forward.checkpointing import recompute, room_of
-from strategies.engine.transfer.transfer import AcceleratorTransfer
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.models import on
 from tests.helpers.pairwise import Table
 from tests.parity.test_activations import quiet
@@ -22,7 +23,6 @@ from tests.parity.test_recompute import (
     steps,
     unequal,
 )
-from trainer.planning.plan_for import plan_for
 
 DEVICE = "sim:0"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.train import main
+from deepstow.launch.train import main
+from deepstow.trainer.errors import ExitCode
 from tests.e2e.commands import metrics, write_config
-from trainer.errors import ExitCode
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODEL = {"model_type": "llama", "num_hidden_layers": 3, "max_position_embeddings": 64, **TINY}
@@ -59,7 +59,7 @@ def test_offload_has_the_bits_of_plain_training(device: Any, tmp_path: Path) -> 
 
 def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """What plans and what trains must mean the same device."""
-    monkeypatch.setattr("trainer.run.order.name_device", lambda *_, **__: None)
+    monkeypatch.setattr("deepstow.trainer.run.order.name_device", lambda *_, **__: None)
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     assert run(tmp_path, {"offload": OFFLOAD}) == ExitCode.CONFIG
     said = capsys.readouterr().err.splitlines()

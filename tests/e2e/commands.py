@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from trainer.dist.ranks import unused_port
+from deepstow.trainer.distributed.ranks import unused_port
 
 REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

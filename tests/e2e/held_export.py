@@ -11,8 +11,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch.train import main
-from trainer.run import export
+from deepstow.launch.train import main
+from deepstow.trainer.run import export
 
 seal, held = export.seal, Path(os.environ["HELD"])
 

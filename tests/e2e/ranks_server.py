@@ -30,7 +30,7 @@ def main(pipe: Path) -> int:
     sys.path.insert(0, str(REPO))
     sys.path.insert(0, str(REPO / "launch"))  # as the interpreter does for `python launch/train.py`
     os.chdir(REPO)
-    importlib.import_module("trainer.dist.preloaded")
+    importlib.import_module("deepstow.trainer.distributed.preloaded")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries finished jobs
     with pipe.open() as folders:
         for line in folders:

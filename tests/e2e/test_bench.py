@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.harness import work
-from benchmarks.harness.work import Contender
-from launch import bench
-from strategies.engine.memory import accelerator
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
+from deepstow.benchmarks.harness import work
+from deepstow.benchmarks.harness.work import Contender
+from deepstow.launch import bench
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,8 +71,8 @@ Results = Mapping[str, Mapping[str, Any]]
 def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
     """As the child does it, and two steps more before the contender is closed. Gradients that should be forgotten would
     change the first update, of another batch than theirs, and so the second loss."""
-    from benchmarks.harness import child
-    from benchmarks.harness.contenders import Unavailable
+    from deepstow.benchmarks.harness import child
+    from deepstow.benchmarks.harness.contenders import Unavailable
 
     compiles = torch.compile
     if contender.label in BACKENDS:
@@ -80,7 +80,7 @@ def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
     if contender.label.startswith("deepspeed"):
         stand_in_for_cpu_adam()
     module, name = contender.maker.split(":")
-    maker = getattr(importlib.import_module(f"benchmarks.harness.{module}"), name)
+    maker = getattr(importlib.import_module(f"deepstow.benchmarks.harness.{module}"), name)
     after, close = dict[str, Any](), maker.close
 
     def train_on_and_close(trained: Any) -> None:
@@ -107,7 +107,7 @@ def measured_in_turn(ranks: Ranks, cases: Sequence[tuple[str, Contender]]) -> Re
 
 def stand_in_for_cpu_adam() -> None:
     """Compiling DeepSpeed's kernel takes minutes; torch computes the same where nobody has built it with this torch."""
-    from launch.doctor import CPU_ADAM, Status, cache_folder, op_row
+    from deepstow.launch.doctor import CPU_ADAM, Status, cache_folder, op_row
 
     if op_row(CPU_ADAM, cache_folder() / CPU_ADAM.name, Path(torch.__file__).parent).status is Status.OK:
         return

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import bench, cli, plan, verify
+from deepstow.launch import bench, cli, plan, verify
+from deepstow.trainer.errors import ExitCode
 from tests.e2e.commands import REPO, TRAIN, Server, write_config
 from tests.e2e.test_errors import without_torch
 from tests.helpers.releases import needs_stage_3
-from trainer.errors import ExitCode
 
 LARGE = str(REPO / "configs" / "llama-70b.yaml")
 
@@ -23,7 +23,7 @@ def explained(name: str, text: str) -> None:
     assert re.search(r"^exit codes: 0 finished, 1 failed, 2 ", text, re.MULTILINE)
     examples = re.findall(rf"^  deepstow {name}(.*)$", text, re.MULTILINE)
     assert len(examples) == 2
-    command = importlib.import_module(f"launch.{name}")
+    command = importlib.import_module(f"deepstow.launch.{name}")
     for example in examples:
         if name != "doctor":  # its options are parsed where they are used
             command.parse(shlex.split(example))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import plan, train
+from deepstow.launch import plan, train
 from tests.e2e.commands import PYTHON, REPO, TRAIN, Result, Server, launcher, run, write_config, write_jsonl
 
 pytestmark = pytest.mark.ranks

@@ -13,10 +13,10 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from deepstow.trainer.config.sections import ModelSection
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import build
 from tests.e2e.commands import Server, metrics, write_config
-from trainer.config.sections import ModelSection
-from trainer.errors import ConfigError
-from trainer.model import build
 
 pytestmark = pytest.mark.ranks
 

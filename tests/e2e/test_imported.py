@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch import import_config
+from deepstow.launch import import_config
 from tests.e2e.commands import Server
 from tests.helpers.tiny import LLAMA
 from tests.helpers.trainers import tokenizer

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from deepstow.trainer.distributed.ranks import unused_port
 from tests.e2e.commands import BIN, MODEL, TRAIN, Job, Server, digest, metrics, started, write_config
 from tests.e2e.test_launchers import strange
-from trainer.dist.ranks import unused_port
 
 pytestmark = pytest.mark.slow
 

@@ -121,7 +121,7 @@ def plans() -> list[tuple[str, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", plans(), ids=" ".join)
 def test_commands_that_plan(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from launch.plan import main
+    from deepstow.launch.plan import main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPO / "configs")  # a teacher is there
@@ -131,7 +131,7 @@ def test_commands_that_plan(arguments: tuple[str, ...], tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", ["quickstart", "finetune"])
 def test_budgets_are_enough_at_the_sizes_they_are_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Above the models are shrunk, and so are the budgets. What is fine-tuned is what the quickstart exports."""
-    from launch.plan import main
+    from deepstow.launch.plan import main
 
     model = yaml.safe_load((REPO / "configs" / "quickstart.yaml").read_text())["model"]
     same = [
@@ -150,7 +150,7 @@ def test_commands_that_are_tested_elsewhere() -> None:
             assert arguments in ([], ["--rates"], ["--rates", "--disk", "/fast/folder"])
         elif arguments:
             words = [str(REPO) if word == "FOLDER" else word for word in arguments]
-            importlib.import_module(f"launch.{script}").parse(words)
+            importlib.import_module(f"deepstow.launch.{script}").parse(words)
 
 
 def test_targets_of_make() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from strategies.core.sealed import damage, read
+from deepstow.strategies.core.sealed import damage, read
+from deepstow.trainer.run import finished
 from tests.e2e.commands import Result, Server, digest, write_config
 from tests.helpers.hub import LOST, TOKEN, Hub
 from tests.helpers.small_runs import make_rows_and_model
-from trainer.run import finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 AGAIN = "training.resume_from_checkpoint=auto"

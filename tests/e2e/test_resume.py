@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from deepstow.trainer.run.checkpoint import read
 from tests.e2e.commands import MODEL, Server, digest, metrics, write_config, write_jsonl
 from tests.e2e.interrupted import checkpoints, config_in, ended, ranks_of, start, until
 from tests.helpers.releases import HIGHEST_STAGE, needs
-from trainer.run.checkpoint import read
 
 pytestmark = pytest.mark.ranks
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import smaller
+from deepstow.benchmarks import smaller
 from tests.e2e.commands import write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def test_a_row_for_each_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    from trainer.data import tokenizer as tokenizers
+    from deepstow.trainer.data import tokenizer as tokenizers
 
     pytest.importorskip("bitsandbytes")
     monkeypatch.setitem(smaller.WAYS, "none", ["quantize={formats: [int8, nf4]}"])  # with torchao installed or not

@@ -1,6 +1,6 @@
 """Five runs of two ranks in a row, or thirty by `make thirty`, to the interpreter's own end: code 0, no last words.
 
-What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/dist/ranks.py``. The ranks are
+What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/distributed/ranks.py``. The ranks are
 forked from a process that has done its imports (``ranks_server.py``), so a run takes a second or two; with
 ``DEEPSTOW_LAUNCHER=torchrun`` (or ``deepspeed``) they are started by that launcher instead.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from deepstow.trainer.distributed.deepspeed_ops import SHM, cache_folder
 from tests.e2e.commands import TRAIN, Server, launcher, run, write_config
-from trainer.dist.deepspeed_ops import SHM, cache_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from launch import verify as command
+from deepstow.launch import verify as command
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed import spawn
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.verify import verify
+from deepstow.trainer.verify.verify import Offloaded, real_plan, shrink, train_or_refuse
 from tests.e2e.commands import MODEL, write_config
-from trainer.config.load import load
-from trainer.dist import spawn
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError, ExitCode
-from trainer.verify import verify
-from trainer.verify.verify import Offloaded, real_plan, shrink, train_or_refuse
 
 pytestmark = pytest.mark.ranks
 
@@ -68,7 +68,7 @@ def test_in_bf16_the_engine_equals_itself_with_the_optimizer_of_the_config(
 
 def broken(ranks: Ranks, config: Any) -> dict[str, Any]:
     """Whatever goes down the link arrives with one number changed a little."""
-    from strategies.engine.transfer.transfer import Lane, Transfer
+    from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
 
     right = Transfer.copy
 

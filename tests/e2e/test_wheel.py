@@ -16,7 +16,7 @@ from tests.e2e.commands import REPO, Result, run, write_config
 TOPS = ("trainer", "strategies", "launch", "benchmarks/harness")
 PROGRAM = """
 import sys, deepstow, torch
-from launch.cli import main
+from deepstow.launch.cli import main
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))

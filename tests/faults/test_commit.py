@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from strategies.core import commit
+from deepstow.strategies.core import commit
 from tests.e2e.commands import REPO, environment, write_jsonl
 
 TRACED = {commit.__file__, shutil.__file__}
@@ -200,8 +200,8 @@ def test_the_first_of_two_wins(tmp_path: Path) -> None:
 PREPARES = """
 import sys
 from pathlib import Path
-from trainer.config.sections import DataSection
-from trainer.data import prepare, tokenizer
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare, tokenizer
 home = Path(sys.argv[1])
 words = tokenizer.trained(300, home, ["some words"])
 prepare.prepare(DataSection(path=str(home / "rows.jsonl"), max_length=64), words, 300, 0, home / "cache", print)

@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.train import main
-from launch.verify import main as verify
-from strategies.core.sealed import MANIFEST
-from trainer.config.load import load
-from trainer.config.yaml_file import shown
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.run import resuming
+from deepstow.launch.train import main
+from deepstow.launch.verify import main as verify
+from deepstow.strategies.core.sealed import MANIFEST
+from deepstow.trainer.config.load import load
+from deepstow.trainer.config.yaml_file import shown
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run import resuming
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64, **TINY}
@@ -132,7 +132,7 @@ def test_other_contents_are_refused_before_anything_is_tokenised(
     assert train(tmp_path, {}, *here) == 0
     (tmp_path / "d.jsonl").write_text("\n".join(rows[:-1]))
     capsys.readouterr()
-    monkeypatch.setattr("trainer.data.formats.Encoder.encode", lambda self, rows: pytest.fail("tokenised"))
+    monkeypatch.setattr("deepstow.trainer.data.formats.Encoder.encode", lambda self, rows: pytest.fail("tokenised"))
     more = f"training.max_steps={STEPS + 2}"  # otherwise nothing is left to do
     assert train(tmp_path, {}, *here, "training.resume_from_checkpoint=auto", more) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.on_disk import part_bytes
-from strategies.engine import SGD, AdamW, StowOptimizer, stow
-from strategies.engine.memory.checksums import CHUNK, Checksums
-from strategies.engine.memory.scratch_file import DiskError, ScratchFile
+from deepstow.strategies.core.on_disk import part_bytes
+from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
+from deepstow.strategies.engine.memory.checksums import CHUNK, Checksums
+from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile
 from tests.helpers.engine import LR, plan_of
 from tests.helpers.models import build
 from tests.helpers.releases import needs_scratch

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from strategies.core.sealed import read, seal
+from deepstow.strategies.core.sealed import read, seal
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop, Stopped
+from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.run import checkpoint, finished, order
+from deepstow.trainer.run.run import run
+from deepstow.trainer.run.trainer import Trainer
 from tests.e2e.commands import digest, metrics, write_config
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop, Stopped
-from trainer.errors import ExitCode
-from trainer.run import checkpoint, finished, order
-from trainer.run.run import run
-from trainer.run.trainer import Trainer
 
 STEPS = 6
 CHANGED = "training.learning_rate=0.1"

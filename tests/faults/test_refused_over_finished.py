@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from strategies.core.sealed import read, seal
+from deepstow.strategies.core.sealed import read, seal
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop, Stopped
+from deepstow.trainer.errors import ConfigError, DataError, ExitCode, UserError
+from deepstow.trainer.run import checkpoint, order, structured, trackers, training_state, upload
+from deepstow.trainer.run.run import refuse_unbuildable, run
+from deepstow.trainer.run.trainer import Trainer
 from tests.e2e.commands import write_config
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop, Stopped
-from trainer.errors import ConfigError, DataError, ExitCode, UserError
-from trainer.run import checkpoint, order, structured, trackers, training_state, upload
-from trainer.run.run import refuse_unbuildable, run
-from trainer.run.trainer import Trainer
 
 FRESH, AUTO = "training.resume_from_checkpoint=false", "training.resume_from_checkpoint=auto"
 BACK = "training.resume_from_checkpoint={}/checkpoint-2"

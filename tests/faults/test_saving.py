@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strategies.core import commit
-from strategies.core.sealed import signed
-from strategies.engine import SGD, AdamW, StowOptimizer, stow
-from strategies.state import spans
+from deepstow.strategies.core import commit
+from deepstow.strategies.core.sealed import signed
+from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
+from deepstow.strategies.state import spans
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.machine.probe import status_bytes
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, everything, train, unequal
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.machine.probe import status_bytes
 
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "prefetch": 2}
 RECORD = "optimizer-00000-of-00001.json"

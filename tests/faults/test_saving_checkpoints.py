@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.run import checkpoint, saving
+from deepstow.trainer.run.checkpoint import Manifest, complete, to_resume, verified
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.run import checkpoint, saving
-from trainer.run.checkpoint import Manifest, complete, to_resume, verified
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
 MOST = 400  # more than a save has

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strategies.core.sealed import digest_of, seal
+from deepstow.strategies.core.sealed import digest_of, seal
+from deepstow.trainer.run.checkpoint import KIND, About, DataFacts, Manifest, ModelFacts
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run.checkpoint import KIND, About, DataFacts, Manifest, ModelFacts
 
 CONTENT: Mapping[str, bytes] = {"model.safetensors": b"weights", "inner/optimizer.pt": b"moments", "empty": b""}
 

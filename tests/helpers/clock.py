@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from strategies.core.facts import Rates
-from strategies.engine.engine import Engine
-from strategies.engine.module_hooks import Scope
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.core.facts import Rates
+from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.module_hooks import Scope
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 
 class Clocked(Transfer):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strategies.engine.transfer.transfer import Event, Lane, Regions, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Regions, Transfer
 
 Clock = dict[Lane, int]
 

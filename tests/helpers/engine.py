@@ -17,25 +17,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.ahead import may_update_ahead
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, Home, Param, UnitKind
-from strategies.core.layout import Bucket, Layout, Site
-from strategies.core.moments import MomentsAs
-from strategies.core.optimizers import state_names
-from strategies.core.plan import Plan
-from strategies.core.protocol import MemoryRefusal
-from strategies.core.registry import find
-from strategies.core.validate import check
-from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
-from strategies.engine.transfer.transfer import Transfer
-from strategies.engine.updating.optim import KERNELS
-from strategies.planner import weight_schedule
-from strategies.planner.addresses import place
-from strategies.planner.buckets import block_bytes
+from deepstow.strategies.core.ahead import may_update_ahead
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, Home, Param, UnitKind
+from deepstow.strategies.core.layout import Bucket, Layout, Site
+from deepstow.strategies.core.moments import MomentsAs
+from deepstow.strategies.core.optimizers import state_names
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.protocol import MemoryRefusal
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.core.validate import check
+from deepstow.strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.engine.updating.optim import KERNELS
+from deepstow.strategies.planner import weight_schedule
+from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.buckets import block_bytes
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import RaceDetector
-from trainer.machine.probe import probe
-from trainer.planning.plan_for import plan_for
 
 LR, DECAY = 1e-2, 0.1
 LAYOUTS: Mapping[str, dict[str, Any]] = {  # each site with weights that stay and with weights that travel

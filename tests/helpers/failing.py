@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
+from deepstow.trainer.errors import MEANINGS, ExitCode
+from deepstow.trainer.run.checkpoint import complete
 from tests.e2e.commands import Result, Server, digest, metrics, write_config, write_jsonl
-from trainer.errors import MEANINGS, ExitCode
-from trainer.run.checkpoint import complete
 
 ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT)
 SCRIPT = "tests/helpers/failing_run.py"

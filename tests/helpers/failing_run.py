@@ -11,7 +11,7 @@ from pathlib import Path
 
 import datasets.config
 
-from launch import train
+from deepstow.launch import train
 
 if __name__ == "__main__":
     case = json.loads(sys.argv.pop(1))

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from strategies.core.facts import (
+from deepstow.strategies.core.facts import (
     NO_WORK,
     Choices,
     Facts,
@@ -18,8 +18,8 @@ from strategies.core.facts import (
     UnitKind,
     Work,
 )
-from strategies.core.plan import Decision, Plan
-from strategies.core.protocol import BITWISE, Parity, Phase, Requirement, Strategy
+from deepstow.strategies.core.plan import Decision, Plan
+from deepstow.strategies.core.protocol import BITWISE, Parity, Phase, Requirement, Strategy
 
 GPU = MachineFacts("test gpu", device_bytes=1 << 40, host_bytes=1 << 40)
 CPU = MachineFacts("cpu", device_bytes=1 << 40, host_bytes=1 << 40)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from strategies.engine.transfer.transfer import Transfer
-from strategies.planner.hybrid import pipeline_clock
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.planner.hybrid import pipeline_clock
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens

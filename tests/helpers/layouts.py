@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from strategies.core.facts import Facts, Param, Unit, UnitKind
-from strategies.core.layout import ITEM_BYTES, Bucket, Layout, Site
+from deepstow.strategies.core.facts import Facts, Param, Unit, UnitKind
+from deepstow.strategies.core.layout import ITEM_BYTES, Bucket, Layout, Site
 from tests.helpers.fakes import GPU, run_facts
 
 KINDS = {"embedding": UnitKind.EMBEDDING, "head": UnitKind.HEAD}

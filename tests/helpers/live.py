@@ -7,7 +7,7 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.engine.module_hooks import tensors_in
+from deepstow.strategies.engine.module_hooks import tensors_in
 
 
 class Live(TorchDispatchMode):

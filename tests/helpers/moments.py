@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Site
-from strategies.core.moments import MomentsAs, blocks_of, expanded_bytes
-from strategies.engine.buckets.bucket_state import MOMENT_DTYPES
-from strategies.engine.updating.chunks import Chunk
-from strategies.engine.updating.moments import Moments
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.core.moments import MomentsAs, blocks_of, expanded_bytes
+from deepstow.strategies.engine.buckets.bucket_state import MOMENT_DTYPES
+from deepstow.strategies.engine.updating.chunks import Chunk
+from deepstow.strategies.engine.updating.moments import Moments
 from tests.helpers.engine import adamw
 from tests.helpers.layouts import bucket, layout
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
 from tests.helpers.engine import shared_state
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
 from tests.helpers.trainers import in_fp16
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
 
 ROWS = [
     {"input_ids": (ids := [1 + (7 * row + 3 * place * place) % (VOCAB - 1) for place in range(12)]), "labels": ids}
@@ -156,8 +156,8 @@ def made_run(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] 
     """A run on ``some`` rows, which are evaluated on as well if the config evaluates."""
     from datasets import Dataset
 
-    from trainer.data.prepare import Contents, Prepared
-    from trainer.verify.verify import run_on
+    from deepstow.trainer.data.prepare import Contents, Prepared
+    from deepstow.trainer.verify.verify import run_on
 
     rows = Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(
@@ -168,7 +168,7 @@ def made_run(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] 
 
 def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
     """The trainer of such a run."""
-    from trainer.run import order
+    from deepstow.trainer.run import order
 
     trainer = order.make_trainer(made_run(ranks, config, some))
     return in_fp16(trainer) if config.training.fp16 else trainer

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.planning.from_config import check_options
-from trainer.run import order
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning.from_config import check_options
+from deepstow.trainer.run import order
 
 
 def lines_of(text: str, overrides: Sequence[str], ranks: int, folder: Path, patch: pytest.MonkeyPatch) -> list[str]:

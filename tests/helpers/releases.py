@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from strategies.backends.deepspeed import builds_under_stage_3
-from strategies.core.protocol import Refusal, is_older
-from strategies.core.registry import find
-from strategies.engine.memory.scratch_file import ScratchFile
-from strategies.pipeline import RETURNS_FROM
-from trainer.tasks.task import READS_MODULES
+from deepstow.strategies.backends.deepspeed import builds_under_stage_3
+from deepstow.strategies.core.protocol import Refusal, is_older
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine.memory.scratch_file import ScratchFile
+from deepstow.strategies.pipeline import RETURNS_FROM
+from deepstow.trainer.tasks.task import READS_MODULES
 
 needs_stage_3 = pytest.mark.skipif(
     not builds_under_stage_3(), reason="this release of Transformers is refused with ZeRO stage 3"

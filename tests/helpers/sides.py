@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from strategies.engine import AdamW, stow
-from strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.engine import AdamW, stow
+from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import DECAY, LR, masters_of, plan_of
 from tests.helpers.models import on, tokens

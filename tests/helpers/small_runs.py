@@ -10,15 +10,15 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.data import pydoc_rows
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.order import read_data
 from tests.e2e.commands import write_jsonl
-from trainer.config.load import load_tree
-from trainer.data import pydoc_rows
-from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import Collator
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.run import run as runs
-from trainer.run.order import read_data
 
 LENGTH, WORDS, STEPS = 24, 300, 6
 TRAVEL = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}, "recompute": {"policy": "full"}}

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from strategies.core.registry import find
-from trainer.config.sections import RunConfig
+from deepstow.strategies.core.registry import find
+from deepstow.trainer.config.sections import RunConfig
 
 VOCAB = 128
 ENDS: Mapping[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainer.config.sections import RunConfig
-from trainer.dist.spawn import run_world
-from trainer.planning.facts import counted
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.planning.facts import counted
 
 
 def run_counted(num_ranks: int, work: Callable[..., Any], *args: Any, **how: Any) -> Any:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.facts import Facts
-from strategies.core.plan import Home, Plan
-from strategies.engine import StowOptimizer, stow
-from strategies.planner.step_cost import evictions_of, problem_of, traffic
-from strategies.planner.tasks import build_tasks
-from strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.engine import StowOptimizer, stow
+from deepstow.strategies.planner.step_cost import evictions_of, problem_of, traffic
+from deepstow.strategies.planner.tasks import build_tasks
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.trainer.model.build import load_config
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.engine import least_of, planned
 from tests.helpers.live import Live
 from tests.helpers.tiny import GPT2, LLAMA
-from trainer.model.build import load_config
-from trainer.planning.plan_for import plan_for
 
 ROWS, LENGTH = 2, 32
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -60,7 +60,7 @@ def plan_of(
 def model_of(config: Mapping[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from trainer.config.sections import ModelSection
+    from deepstow.trainer.config.sections import ModelSection
 
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(load_config(ModelSection(config=dict(config), tokenizer="none")))

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from strategies.core.plan import Plan
+from deepstow.strategies.core.plan import Plan
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.planning import evaluation
+from deepstow.trainer.planning.from_config import plan_of
 from tests.helpers.live import Live
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB, run_config
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.errors import ConfigError
-from trainer.machine.profiles import profile
-from trainer.planning import evaluation
-from trainer.planning.from_config import plan_of
 
 WORDS, LENGTH, ROWS = 4096, 64, 3
 ON_HOST: Mapping[str, Any] = {"offload": {"site": "host", "weights": "streamed"}}

@@ -13,15 +13,15 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from strategies.backends.autotp import Cut, cut_of
-from strategies.backends.stages import replace
+from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.backends.stages import replace
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.model.build import build, load_config
+from deepstow.trainer.model.undisturbed import in_fork
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.model.build import build, load_config
-from trainer.model.undisturbed import in_fork
 
 BIG: Mapping[str, Any] = {  # 430 MiB of fp32
     **LLAMA, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 1024,
@@ -60,8 +60,8 @@ def watched(
 
 def loaded(ranks: Ranks, config: RunConfig, *sizes: Callable[[psutil.Process], int]) -> list[Any]:
     """Of each rank: bytes of the parameters that it has, and the growth of its memory until it has them."""
-    from trainer.run import order
-    from trainer.verify.verify import random_run
+    from deepstow.trainer.run import order
+    from deepstow.trainer.verify.verify import random_run
 
     run, seen = random_run(config, ranks), list[int]()
     with watched(seen, *sizes):
@@ -86,8 +86,8 @@ def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
     """As ``loaded``, until DeepSpeed's layers have taken their slices and what is whole is the rank's own."""
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
-    from trainer.run import order
-    from trainer.verify.verify import random_run
+    from deepstow.trainer.run import order
+    from deepstow.trainer.verify.verify import random_run
 
     run, seen = random_run(config, ranks), list[int]()
     with watched(seen):
@@ -115,8 +115,8 @@ def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
     """Of each rank: the growth of its memory until it has its spans, and what of that stays. What libraries take once
     is taken by a ``small`` run before.
     """
-    from trainer.run import order
-    from trainer.verify.verify import random_run
+    from deepstow.trainer.run import order
+    from deepstow.trainer.verify.verify import random_run
 
     order.make_trainer(random_run(small, ranks)).create_optimizer()
     run, seen, process = random_run(config, ranks), list[int](), psutil.Process()
@@ -134,9 +134,9 @@ def written(ranks: Ranks, small: RunConfig, config: RunConfig) -> list[Any]:
     checked by loading it; whether a ``small`` model has the same bytes as one that is gathered in memory; and how much
     of the disk the nameless file took.
     """
-    from trainer.run import order
-    from trainer.run.export import export
-    from trainer.verify.verify import random_run
+    from deepstow.trainer.run import order
+    from deepstow.trainer.run.export import export
+    from deepstow.trainer.verify.verify import random_run
 
     # What malloc keeps of memory that was given back depends on the order of sizes: large tensors have their own here.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts
-from strategies.core.layout import PAGE_BYTES
-from strategies.core.plan import Home, Plan
-from strategies.core.registry import find
-from strategies.engine.forward.checkpointing import checkpointed, room_of
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.layout import PAGE_BYTES
+from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine.forward.checkpointing import checkpointed, room_of
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model.counting import flop_formulas
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run.plan_check import count_saved
 from tests.helpers.marks import rarely
 from tests.helpers.models import causal, padded
 from tests.memory.test_temporaries import MODELS
-from trainer.machine.probe import probe
-from trainer.model.counting import flop_formulas
-from trainer.planning.plan_for import plan_for
-from trainer.run.plan_check import count_saved
 
 MACHINE = probe()
 POLICIES = ("none", "selective", "full", "auto")

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.compose import compose
-from strategies.core.plan import Home, Kind
-from strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.plan import Home, Kind
+from deepstow.strategies.engine.tensors.nested import tensors_in
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.fakes import block, facts
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, run_config
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
 
 RANKS = 2
 ODD: Mapping[str, Any] = {**GPT2, "n_embd": 33, "n_head": 3, "vocab_size": 601}
@@ -44,8 +44,8 @@ def claim(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 def held(ranks: Ranks, config: RunConfig) -> dict[str, int]:
     """Train two steps; bytes held by this rank, and what its plan says."""
-    from trainer.run import order
-    from trainer.verify.verify import random_run
+    from deepstow.trainer.run import order
+    from deepstow.trainer.verify.verify import random_run
 
     run = random_run(config, ranks)
     trainer = order.make_trainer(run)

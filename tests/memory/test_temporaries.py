@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts
-from strategies.core.peak import backward_peak, forward_peak
-from strategies.core.plan import CHUNKS, Kind, Plan
-from strategies.core.registry import find
-from strategies.engine.forward import chunked_loss
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.peak import backward_peak, forward_peak
+from deepstow.strategies.core.plan import CHUNKS, Kind, Plan
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine.forward import chunked_loss
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.live import Live
 from tests.helpers.marks import rarely, slowly
 from tests.helpers.models import causal, padded
-from trainer.machine.probe import probe
-from trainer.planning.plan_for import plan_for
 
 MACHINE = probe()
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_hidden_layers": 4}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from strategies.core.layout import ALIGN_BYTES
-from strategies.core.plan import INPUT
-from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, flat
-from strategies.engine.forward.checkpointing import checkpoint_blocks, recompute, room_of
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.core.layout import ALIGN_BYTES
+from deepstow.strategies.core.plan import INPUT
+from deepstow.strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, flat
+from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks, recompute, room_of
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.parity.test_recompute import POLICIES, decided, facts_of, made, micro_batches, plainly, steps, unequal
 
@@ -60,7 +60,7 @@ def test_bits_order_and_bytes(name: str, attention: str, transfer: type[Transfer
 
 def keeps_of(plan: Any, policy: str | None) -> list[Any]:
     """What blocks keep; with a policy: what they would have on the host under it."""
-    from strategies.planner.activation_policy import by_policy
+    from deepstow.strategies.planner.activation_policy import by_policy
 
     keeps = [plan.keep(unit.name) for unit in plan.facts.units]
     if policy is None:

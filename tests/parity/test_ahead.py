@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Layout
-from strategies.engine import AdamW, StowOptimizer, stow
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.engine import AdamW, StowOptimizer, stow
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, plan_of
 from tests.helpers.models import build, tokens

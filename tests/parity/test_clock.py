@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.facts import Facts, Home, Rates
-from strategies.core.plan import Plan
-from strategies.engine import AdamW, stow
-from strategies.engine.transfer.transfer import Lane
-from strategies.planner.problem import Problem
-from strategies.planner.simulate import simulate
-from strategies.planner.step_cost import evictions_of, problem_of
-from strategies.planner.tasks import Resource
+from deepstow.strategies.core.facts import Facts, Home, Rates
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.engine import AdamW, stow
+from deepstow.strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.planner.problem import Problem
+from deepstow.strategies.planner.simulate import simulate
+from deepstow.strategies.planner.step_cost import evictions_of, problem_of
+from deepstow.strategies.planner.tasks import Resource
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.clock import Clocked, drive
 from tests.helpers.engine import planned
 from tests.helpers.fakes import GPU
 from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Table
 from tests.unit.test_step_cost import FAST
-from trainer.planning.plan_for import plan_for
 
 STEPS = 6
 

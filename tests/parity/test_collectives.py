@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.engine.ranks.two_level import TwoLevel
+from deepstow.strategies.engine.ranks.two_level import TwoLevel
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.run.accelerator import StowAccelerator
 from tests.helpers.moves import SAVED, Kind, different, made, state_of
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.run.accelerator import StowAccelerator
 
 pytestmark = pytest.mark.ranks
 HERE = 2  # ranks of a machine

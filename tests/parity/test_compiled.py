@@ -13,23 +13,23 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from strategies.core.compose import compose
-from strategies.core.facts import UnitKind
-from strategies.core.peak import backward_peak
-from strategies.core.plan import Kind
-from strategies.engine import stow
-from strategies.engine.forward.checkpointing import checkpoint_blocks
-from strategies.engine.forward.compiled import compile_blocks, compiled
-from strategies.engine.tensors.parameters import AbsentParameter
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import UnitKind
+from deepstow.strategies.core.peak import backward_peak
+from deepstow.strategies.core.plan import Kind
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.strategies.engine.forward.compiled import compile_blocks, compiled
+from deepstow.strategies.engine.tensors.parameters import AbsentParameter
+from deepstow.trainer.errors import CountingError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run.plan_check import count_saved
+from deepstow.trainer.run.task_trainer import options
 from tests.helpers.doubles import RaceDetector, Vacant
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Net, build, tokens
 from tests.helpers.tiny import run_config
-from trainer.errors import CountingError
-from trainer.machine.probe import probe
-from trainer.planning.plan_for import plan_for
-from trainer.run.plan_check import count_saved
-from trainer.run.task_trainer import options
 
 MACHINE = probe()
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.backends.compressed import Compressed
-from strategies.core.compression import Compression
+from deepstow.strategies.backends.compressed import Compressed
+from deepstow.strategies.core.compression import Compression
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.moves import Kind, common_ends, different, far
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
 
 pytestmark = pytest.mark.ranks
 METHODS = ("topk", "int8", "powersgd", "topk", "int8", "bf16", "fp16")

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
 from tests.helpers.marks import rarely
 from tests.helpers.moves import Kind, common_ends, different, in_turn
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.compose import compose
-from strategies.core.plan import CHUNKS
-from strategies.core.registry import find
-from strategies.engine import stow
-from strategies.engine.forward import chunked_loss
-from strategies.engine.tensors.nested import same_bits
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.plan import CHUNKS
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.forward import chunked_loss
+from deepstow.strategies.engine.tensors.nested import same_bits
+from deepstow.trainer.config.sections import LoraSection
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model.build import with_lora
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.models import causal
-from trainer.config.sections import LoraSection
-from trainer.machine.probe import probe
-from trainer.model.build import with_lora
-from trainer.planning.plan_for import plan_for
 
 MACHINE = probe()
 SMALL = {

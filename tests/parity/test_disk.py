@@ -16,16 +16,17 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.facts import Home
-from strategies.core.layout import PAGE_BYTES, Layout
-from strategies.core.on_disk import disk_bytes, pieces_on_disk
-from strategies.core.protocol import MemoryRefusal
-from strategies.engine import SGD, AdamW, StowOptimizer, stow
-from strategies.engine.memory import disk_state, scratch_file
-from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.scratch_file import DiskError, ScratchFile, StripedFile
-from strategies.engine.transfer.transfer import Transfer
-from strategies.planner import places
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import PAGE_BYTES, Layout
+from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
+from deepstow.strategies.core.protocol import MemoryRefusal
+from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
+from deepstow.strategies.engine.memory import disk_state, scratch_file
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile, StripedFile
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.planner import places
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
 from tests.helpers.late import Early, Late
@@ -34,7 +35,6 @@ from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import BATCHES, everything, train, unequal
 from tests.memory.test_engine import MODELS, model_of
-from trainer.planning.plan_for import plan_for
 
 pytestmark = needs_scratch
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.facts import Home
-from strategies.core.layout import Layout
-from strategies.core.on_disk import disk_bytes, rewritten_bytes, weights_on_disk
-from strategies.core.protocol import MemoryRefusal
-from strategies.engine import AdamW, StowOptimizer, stow
-from strategies.engine.memory import disk_state
-from strategies.engine.memory.disk_weights import WRITES
-from strategies.engine.memory.scratch_file import DiskError
-from strategies.planner import places
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.on_disk import disk_bytes, rewritten_bytes, weights_on_disk
+from deepstow.strategies.core.protocol import MemoryRefusal
+from deepstow.strategies.engine import AdamW, StowOptimizer, stow
+from deepstow.strategies.engine.memory import disk_state
+from deepstow.strategies.engine.memory.disk_weights import WRITES
+from deepstow.strategies.engine.memory.scratch_file import DiskError
+from deepstow.strategies.planner import places
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.engine import differences, plain, plan_of, planned, stowed
 from tests.helpers.late import Early, Late
 from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import BATCHES, everything, train, unequal
 from tests.memory.test_engine import MODELS, model_of
-from trainer.planning.plan_for import plan_for
 
 pytestmark = needs_scratch
 BF16, FP32 = torch.bfloat16, torch.float32

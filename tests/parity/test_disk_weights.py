@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.facts import Home
-from strategies.core.layout import Layout
-from strategies.core.on_disk import disk_bytes, weights_on_disk
-from strategies.core.protocol import MemoryRefusal
-from strategies.engine import AdamW, StowOptimizer, stow
-from strategies.engine.memory import disk_state
-from strategies.engine.memory.scratch_file import DiskError
-from strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.on_disk import disk_bytes, weights_on_disk
+from deepstow.strategies.core.protocol import MemoryRefusal
+from deepstow.strategies.engine import AdamW, StowOptimizer, stow
+from deepstow.strategies.engine.memory import disk_state
+from deepstow.strategies.engine.memory.scratch_file import DiskError
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import checkpointing, differences, plain, plan_of, planned, stowed
 from tests.helpers.late import Late
@@ -27,7 +28,6 @@ from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import BATCHES, train
 from tests.memory.test_engine import MODELS, model_of
-from trainer.planning.plan_for import plan_for
 
 pytestmark = needs_scratch
 

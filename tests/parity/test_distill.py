@@ -13,24 +13,24 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 
-from strategies.core.sizes import human
-from strategies.engine import stowed_by as streamed_by
-from strategies.engine.tensors.quantised import keep_packing
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine import stowed_by as streamed_by
+from deepstow.strategies.engine.tensors.quantised import keep_packing
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.data import prepare, pydoc_rows, teacher
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model import quantise, student
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning.streamed import placed
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.order import read_data
 from tests.e2e.commands import write_jsonl
-from trainer.config.load import load_tree
-from trainer.data import prepare, pydoc_rows, teacher
-from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import Collator
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError, ExitCode
-from trainer.machine.probe import probe
-from trainer.model import quantise, student
-from trainer.model.structured import config_of
-from trainer.planning.streamed import placed
-from trainer.run import run as runs
-from trainer.run.order import read_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, WORDS = 24, 300

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core import layout
-from strategies.core.layout import Item, Site
-from strategies.engine import AdamW, UpdateRule, stow
-from strategies.engine.updating import updates
-from strategies.engine.updating.optim import class_of
+from deepstow.strategies.core import layout
+from deepstow.strategies.core.layout import Item, Site
+from deepstow.strategies.engine import AdamW, UpdateRule, stow
+from deepstow.strategies.engine.updating import updates
+from deepstow.strategies.engine.updating.optim import class_of
 from tests.helpers.doubles import Delayed, Vacant
 from tests.helpers.engine import DECAY, LAYOUTS, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, IN_STAGES, expected, run, title

@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from strategies.core.facts import Home, Param
-from strategies.core.layout import Bucket, Item, Layout, Range, Site, ticks_of
-from strategies.engine import stow
-from strategies.engine.transfer.transfer import Transfer
-from strategies.planner import buckets
-from strategies.planner.weight_schedule import resident_ticks
+from deepstow.strategies.core.facts import Home, Param
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Range, Site, ticks_of
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.planner import buckets
+from deepstow.strategies.planner.weight_schedule import resident_ticks
+from deepstow.trainer.model.params import list_params
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import Made, differences, groups_of, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches
-from trainer.model.params import list_params
 
 STEADY: dict[str, Any] = {
     "deadline": None,

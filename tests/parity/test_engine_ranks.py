@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.engine import AdamW, stow
-from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.updating.updates import Updates
+from deepstow.strategies.engine import AdamW, stow
+from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.updating.updates import Updates
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import build, tokens
@@ -28,9 +31,6 @@ from tests.parity.test_engine_shares import everyones, finish, stowed_on, unlike
 from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
 from tests.parity.test_frozen_later import freezing
 from tests.unit.test_effects import Block, normed, running
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.ranks
 WHOLE: dict[str, Any] = {"weights": "streamed", "prefetch": 0, "gradients": "device"}

@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.core.plan import Plan
-from strategies.engine import AdamW, UpdateRule, stow
-from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.ranks.shares import Shares
-from strategies.engine.updating.updates import Updates
-from strategies.planner.step_cost import problem_of, traffic
-from strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.engine import AdamW, UpdateRule, stow
+from deepstow.strategies.engine.memory.common_host import CommonHost
+from deepstow.strategies.engine.ranks.shares import Shares
+from deepstow.strategies.engine.updating.updates import Updates
+from deepstow.strategies.planner.step_cost import problem_of, traffic
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers import grid
 from tests.helpers.doubles import RaceDetector
 from tests.helpers.engine import (
@@ -44,9 +47,6 @@ from tests.helpers.grid import ENGINE, NORMS, batches_on, title
 from tests.helpers.marks import rarely, slowly
 from tests.helpers.models import build, causal, on, tokens
 from tests.helpers.pairwise import Row, Table
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.ranks
 FORBIDDEN = [

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from strategies.backends import tensor_shards
-from strategies.backends.codec_rows import Codec
-from strategies.backends.exchanged import Exchange, among_zeros, exchange_of, of_tokens, start
+from deepstow.strategies.backends import tensor_shards
+from deepstow.strategies.backends.codec_rows import Codec
+from deepstow.strategies.backends.exchanged import Exchange, among_zeros, exchange_of, of_tokens, start
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.marks import rarely
 from tests.helpers.moves import Kind, different, in_turn
 from tests.helpers.tiny import QWEN3, VOCAB
 from tests.parity.test_tensor import MODELS, STEPS, in_fp64_with_biases, step_of_both
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
 
 pytestmark = pytest.mark.ranks
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies import experts
-from strategies.backends import deepspeed
-from strategies.backends.expert_parts import ExpertParts
-from strategies.core.plan import Home
-from strategies.core.plan import Kind as Bytes
+from deepstow.strategies import experts
+from deepstow.strategies.backends import deepspeed
+from deepstow.strategies.backends.expert_parts import ExpertParts
+from deepstow.strategies.core.plan import Home
+from deepstow.strategies.core.plan import Kind as Bytes
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.verify.verify import compare, full_weights
 from tests.helpers.moves import ROWS, SAVED, Kind, different, made, run
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.verify.verify import compare, full_weights
 
 pytestmark = [pytest.mark.ranks, needs("experts")]
 STEPS, TOLERANCE = 3, 2e-6

@@ -10,16 +10,16 @@ import pytest
 import torch
 import transformers
 
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning import from_config
+from deepstow.trainer.run import exported, further
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.export import ExportError
 from tests.helpers.tiny import LLAMA, VOCAB
 from tests.helpers.trainers import tokenizer
-from trainer.config.load import load_tree
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError
-from trainer.planning import from_config
-from trainer.run import exported, further
-from trainer.run import run as runs
-from trainer.run.export import ExportError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALONE = """
@@ -106,7 +106,7 @@ def as_onnx(run: Path) -> Any:
 
 
 def test_onnx_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.planning.from_config.find_spec", lambda name: None)
+    monkeypatch.setattr("deepstow.trainer.planning.from_config.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'export.format = "onnx": needs onnx, onnxscript, onnxruntime; write pip'):
         from_config.check_options(as_onnx(tmp_path), 1)
 

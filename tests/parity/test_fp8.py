@@ -10,14 +10,20 @@ import torch
 import transformers
 from torch import nn
 
-from strategies.core.facts import Home
-from strategies.core.layout import Item, aligned
-from strategies.core.protocol import Refusal
-from strategies.engine import AdamW, stow
-from strategies.engine.tensors import fp8
-from strategies.engine.transfer.transfer import Transfer
-from strategies.planner.step_cost import problem_of
-from strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Item, aligned
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.engine import AdamW, stow
+from deepstow.strategies.engine.tensors import fp8
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.planner.step_cost import problem_of
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run import order
+from deepstow.trainer.run.export import export
+from deepstow.trainer.verify.verify import _tokenizer
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import differences, plain, stowed
 from tests.helpers.models import build, tokens
@@ -25,12 +31,6 @@ from tests.helpers.tiny import LLAMA, MIXTRAL
 from tests.helpers.worlds import run_counted
 from tests.parity.test_disk_weights import base
 from tests.parity.test_quantised import LORA, by_itself, config_of, ours, run_of, trained, unlike
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.planning.plan_for import plan_for
-from trainer.run import order
-from trainer.run.export import export
-from trainer.verify.verify import _tokenizer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STAYS: Any = {"weights": "resident"}

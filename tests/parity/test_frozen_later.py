@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import slowly

@@ -24,13 +24,13 @@ if not (find_spec("liger_kernel") and "TRITON_INTERPRET" in os.environ):
 
 from triton.runtime.interpreter import InterpretedFunction
 
+from deepstow.trainer.errors import CountingError
+from deepstow.trainer.model.attention import LIGER
+from deepstow.trainer.model.counting import Counter
+from deepstow.trainer.model.liger import computes
+from deepstow.trainer.planning.facts import count_model
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.interpreted import apply_liger
-from trainer.errors import CountingError
-from trainer.model.attention import LIGER
-from trainer.model.counting import Counter
-from trainer.model.liger import computes
-from trainer.planning.facts import count_model
-from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.linears import LEGAL, Route, Routes
-from strategies.core.registry import find
-from strategies.planner import gemm_routes
+from deepstow.strategies.core.linears import LEGAL, Route, Routes
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner import gemm_routes
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.machine import gemm_timing
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.facts import gather
+from deepstow.trainer.planning.from_config import plan_of
+from deepstow.trainer.run.order import make_model, make_trainer
+from deepstow.trainer.verify.verify import random_run, train, without_strategies
 from tests.helpers.releases import needs_stage_3
 from tests.parity.test_strategies import RANKS, STEPS, config_of, equal
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.machine import gemm_timing
-from trainer.machine.probe import probe
-from trainer.planning.facts import gather
-from trainer.planning.from_config import plan_of
-from trainer.run.order import make_model, make_trainer
-from trainer.verify.verify import random_run, train, without_strategies
 
 # Of ``test_strategies.CASES``.
 ACCUMULATED, CHECKPOINTED, BF16 = (
@@ -76,7 +76,7 @@ def test_as_plain_training(others: dict[str, Any], wanted: Routes, case: str, tm
 def of_layers(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     """How often the copy of each routed layer is made in training, and whether the weights of the model, before that,
     are those of an untouched one."""
-    from strategies.engine.forward.routed_linear import Routed
+    from deepstow.strategies.engine.forward.routed_linear import Routed
 
     trainer = make_trainer(random_run(config, ranks))
     model, stock = trainer.model, make_model(random_run(without_strategies(config), ranks))

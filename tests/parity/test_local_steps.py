@@ -9,13 +9,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.backends.local_steps import LocalSteps
-from strategies.core.compression import Compression
+from deepstow.strategies.backends.local_steps import LocalSteps
+from deepstow.strategies.core.compression import Compression
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
 from tests.helpers.moves import Kind, different, in_turn
 from tests.helpers.worlds import run_counted
 from tests.parity.test_compressed import Known, _same_on_all
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 SHAPES: list[tuple[int, ...]] = [(3,), (130,), (40, 60)]

@@ -14,17 +14,17 @@ import torch.distributed as dist
 import transformers
 from torch.nn.functional import cross_entropy
 
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import loss_terms
+from deepstow.trainer.model.build import build, load_config
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning.facts import check_model
+from deepstow.trainer.verify.verify import full_weights
 from tests.helpers.moves import ROWS, Kind, made
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.model import loss_terms
-from trainer.model.build import build, load_config
-from trainer.model.structured import config_of
-from trainer.planning.facts import check_model
-from trainer.verify.verify import full_weights
 
 ROUTED: Mapping[str, Any] = {**MIXTRAL, "pad_token_id": 0, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 BAMBA: Mapping[str, Any] = {

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.engine import SGD, stow
-from strategies.engine.tensors.parameters import AbsentParameter
+from deepstow.strategies.engine import SGD, stow
+from deepstow.strategies.engine.tensors.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, on
 from tests.helpers.sides import (

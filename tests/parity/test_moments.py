@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core import moments as core
-from strategies.core.facts import Home
-from strategies.core.layout import PAGE_BYTES, Item
-from strategies.core.moments import MomentsAs
-from strategies.engine import SGD, AdamW, StowOptimizer, stow
-from strategies.engine.transfer.transfer import Transfer
-from strategies.engine.updating import updates
-from strategies.planner.addresses import slot_pools
-from strategies.report import full_report
+from deepstow.strategies.core import moments as core
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import PAGE_BYTES, Item
+from deepstow.strategies.core.moments import MomentsAs
+from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.engine.updating import updates
+from deepstow.strategies.planner.addresses import slot_pools
+from deepstow.strategies.report import full_report
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import differences, groups_of, plain, plan_of, planned, stowed
 from tests.helpers.models import build, tokens
@@ -26,7 +27,6 @@ from tests.helpers.moments import rounding_adamw
 from tests.helpers.sides import BATCHES, everything, train, unequal
 from tests.helpers.zoo import hub
 from tests.memory.test_engine import MODELS, model_of
-from trainer.planning.plan_for import plan_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = get_args(MomentsAs)[1:]

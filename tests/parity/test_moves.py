@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import WorldError, run_world
 from tests.helpers.marks import rarely
 from tests.helpers.moves import (
     OFFLOAD,
@@ -34,8 +36,6 @@ from tests.helpers.moves import (
 )
 from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import LLAMA, MIXTRAL
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import WorldError, run_world
 
 pytestmark = pytest.mark.ranks
 STEPS = 3
@@ -338,8 +338,8 @@ def _replaced(ranks: Ranks, config: Any, mark: str) -> dict[str, Any]:
     """Save, put a pickle and then half of the file in place of every file of the checkpoint, and load."""
     import pickle
 
-    from trainer.errors import ConfigError
-    from trainer.run import training_state
+    from deepstow.trainer.errors import ConfigError
+    from deepstow.trainer.run import training_state
 
     trainer = made(ranks, config)
     trainer.train()

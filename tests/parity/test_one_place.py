@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from strategies.core.layout import parks_in_copy, rounded_to_fetch
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.core.layout import parks_in_copy, rounded_to_fetch
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers import sides
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.marks import rarely

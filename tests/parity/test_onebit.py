@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.backends.compressed import Compressed
-from strategies.core.compression import Compression
+from deepstow.strategies.backends.compressed import Compressed
+from deepstow.strategies.core.compression import Compression
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.moves import Kind, common_ends, different
 from tests.helpers.worlds import run_counted
 from tests.parity.test_compressed import Known, _same_on_all
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
 
 pytestmark = pytest.mark.ranks
 SHAPES = [(3,), (130,), (40, 60), (7, 300)]

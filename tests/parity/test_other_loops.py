@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from strategies.engine import NonFiniteError, stow
+from deepstow.strategies.engine import NonFiniteError, stow
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run.accelerator import StowAccelerator
 from tests.helpers.marks import slowly
 from tests.helpers.models import Net, build
 from tests.helpers.sides import BATCHES, LAYOUTS, TWO, Script, refused, same, stowed, train, training
-from trainer.planning.plan_for import plan_for
-from trainer.run.accelerator import StowAccelerator
 
 NORM = 0.05
 UNWANTED = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.model.build import build, load_config
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.model.build import build, load_config
 
 TIED_GPT2: Mapping[str, Any] = {**GPT2, "tie_word_embeddings": True, "n_layer": 3}
 
 
 def poured(ranks: Ranks, configs: list[RunConfig]) -> list[Any]:
     """Of each config: whether nothing had values before, which tensors differ, and what was said."""
-    from trainer.run import order
-    from trainer.verify.verify import random_run
+    from deepstow.trainer.run import order
+    from deepstow.trainer.verify.verify import random_run
 
     found = []
     for config in configs:

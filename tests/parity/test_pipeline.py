@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from strategies.backends.pipeline_gradients import StageGradients
-from strategies.backends.pipelining import Pipeline
-from strategies.backends.stages import CannotCut, Stage, form_of
-from strategies.core.grid import Grid
-from strategies.planner.cuts import Schedule
+from deepstow.strategies.backends.pipeline_gradients import StageGradients
+from deepstow.strategies.backends.pipelining import Pipeline
+from deepstow.strategies.backends.stages import CannotCut, Stage, form_of
+from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.planner.cuts import Schedule
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
+from deepstow.trainer.run.stage_trial import form_of_stages
 from tests.helpers.models import causal
 from tests.helpers.releases import needs_to_return
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.errors import ConfigError
-from trainer.run.pipeline_trainer import PipelineTrainer
-from trainer.run.stage_trial import form_of_stages
 
 STEPS = (4, 4, 3, 1, 5)  # micro-batches of each step
 NORM = 0.05

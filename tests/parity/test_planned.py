@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts
-from strategies.core.layout import Site, ticks_of, uses
-from strategies.core.plan import Home, Plan
-from strategies.core.protocol import Refusal
-from strategies.core.registry import find
-from strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.layout import Site, ticks_of, uses
+from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import STEPS, least
 from tests.helpers.marks import slowly
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import both_sides, train
-from trainer.planning.plan_for import plan_for
 
 SHARES = (1.0, 0.6, 0.45, 0.35, 0.25, 0.2)  # of what training takes with everything on the device
 BALANCED = replace(  # with launches nothing else would count, since the model is so small

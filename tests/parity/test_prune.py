@@ -9,13 +9,13 @@ import torch
 import transformers
 from torch import nn
 
-from strategies.engine.pruning import chosen, exact, keep_zeros, replace
+from deepstow.strategies.engine.pruning import chosen, exact, keep_zeros, replace
+from deepstow.trainer.data.collate import Collator
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import in_turns, rarely, slowly
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
-from trainer.data.collate import Collator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TAKEN = ("q_proj.weight", "down_proj.weight")

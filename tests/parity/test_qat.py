@@ -11,13 +11,13 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from strategies.core.sealed import read
+from deepstow.strategies.core.sealed import read
+from deepstow.trainer.run import further
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import in_turns
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, both_sides, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
-from trainer.run import further
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GROUP = 16

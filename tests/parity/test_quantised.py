@@ -13,22 +13,22 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-from strategies.core.layout import Site
-from strategies.planner import least_memory, placement_search, site_search
-from strategies.planner.places import Placement, Places
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.planner import least_memory, placement_search, site_search
+from deepstow.strategies.planner.places import Placement, Places
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.data.prepare import Contents, Prepared
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.model.adapters import OURS
+from deepstow.trainer.run import order
+from deepstow.trainer.run.export import export
+from deepstow.trainer.run.stowed_trainer import stowed
+from deepstow.trainer.verify.verify import _tokenizer, run_on
 from tests.helpers.marks import rarely, slowly, some_rarely
 from tests.helpers.releases import needs_scratch
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.sections import RunConfig
-from trainer.data.collate import Collator
-from trainer.data.prepare import Contents, Prepared
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.model.adapters import OURS
-from trainer.run import order
-from trainer.run.export import export
-from trainer.run.stowed_trainer import stowed
-from trainer.verify.verify import _tokenizer, run_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 LORA: Mapping[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_alpha": 8, "lora_dropout": 0.1}

@@ -10,20 +10,20 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-from strategies.core.sealed import read
-from strategies.engine.tensors.quantised import keep_packing
+from deepstow.strategies.core.sealed import read
+from deepstow.strategies.engine.tensors.quantised import keep_packing
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.data import pydoc_rows
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning import from_config
+from deepstow.trainer.run import further
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.order import read_data
 from tests.e2e.commands import write_jsonl
 from tests.helpers.sides import unequal
-from trainer.config.load import load_tree
-from trainer.data import pydoc_rows
-from trainer.data import tokenizer as tokenizers
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError
-from trainer.planning import from_config
-from trainer.run import further
-from trainer.run import run as runs
-from trainer.run.order import read_data
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -168,7 +168,7 @@ def test_refused(home: Path, tmp_path: Path, section: str, change: dict[str, Any
 
 
 def test_without_the_library(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.planning.from_config.find_spec", lambda name: None)
+    monkeypatch.setattr("deepstow.trainer.planning.from_config.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         from_config.check_options(load_tree(tree_of(home, tmp_path, formats=["nf4", "int4_group"])), 1)
     for line, (name, extra) in zip(error.value.lines, {"nf4": "qlora", "int4_group": "torchao"}.items(), strict=True):

@@ -16,11 +16,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts
-from strategies.core.plan import Home, Plan
-from strategies.core.registry import find
-from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.verify.verify import compare, shrink, train
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.marks import rarely, slowly
@@ -32,10 +36,6 @@ from tests.helpers.sides import train as train_steps
 from tests.helpers.tiny import LLAMA, MODELS
 from tests.helpers.worlds import run_counted
 from tests.helpers.zoo import branches, hub, text
-from trainer.config.sections import RunConfig
-from trainer.machine.probe import probe
-from trainer.planning.plan_for import plan_for
-from trainer.verify.verify import compare, shrink, train
 
 ARCHITECTURES = ("llama", "gpt2", "opt", "bloom", "qwen3", "mixtral")
 DROPOUT: Mapping[str, Mapping[str, float]] = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.engine import SGD, AdamW, StowOptimizer, UpdateRule, stow
-from strategies.engine.transfer.transfer import Transfer
-from strategies.state.saved_state import opened
-from strategies.state.torch_state import plain_state
+from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, UpdateRule, stow
+from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.state.saved_state import opened
+from deepstow.strategies.state.torch_state import plain_state
 from tests.helpers.engine import DECAY, LAYOUTS, LR, Batches, groups_of, plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import BATCHES, copies, everything, ground, train, unequal

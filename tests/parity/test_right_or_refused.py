@@ -19,12 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from strategies.engine import AdamW, stow
+from deepstow.strategies.engine import AdamW, stow
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Vacant
 from tests.helpers.engine import DECAY, LR
 from tests.helpers.models import Block, Net, build
 from tests.helpers.sides import BATCHES, Plain, Script, both_sides, copies, refused, stowed, training, unequal
-from trainer.planning.plan_for import plan_for
 
 NORM = 1.0
 WHERE: dict[str, Any] = {"site": "streamed", "weights": "travelling", "prefetch": 0}

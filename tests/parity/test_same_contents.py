@@ -15,19 +15,19 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
-from strategies.core.sealed import read, seal
+from deepstow.strategies.core.sealed import read, seal
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.data.prepare import Contents
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.run import inputs
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.checkpoint import KIND
+from deepstow.trainer.run.order import read_data
 from tests.e2e.commands import write_jsonl
 from tests.e2e.test_exports import with_its_own_code
 from tests.helpers.marks import slowly
 from tests.helpers.small_runs import make_rows_and_model, tree_of
-from trainer.config.load import load_tree
-from trainer.data.prepare import Contents
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.run import inputs
-from trainer.run import run as runs
-from trainer.run.checkpoint import KIND
-from trainer.run.order import read_data
 
 MODEL = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.run import checkpoint, resuming
 from tests.helpers.marks import rarely
 from tests.helpers.moves import (
     OFFLOAD,
@@ -31,7 +32,6 @@ from tests.helpers.moves import (
 )
 from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.worlds import run_counted
-from trainer.run import checkpoint, resuming
 
 pytestmark = pytest.mark.ranks
 STEPS = 6  # of 4 in an epoch

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.backends import ulysses, varlen
-from strategies.core.grid import Grid
-from strategies.sequence import MODELS as NOT_REFUSED
+from deepstow.strategies.backends import ulysses, varlen
+from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.sequence import MODELS as NOT_REFUSED
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.verify.verify import compare, full_weights
 from tests.helpers.moves import ROWS, Kind, different, far, made, run
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
 from tests.helpers.worlds import run_counted
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.verify.verify import compare, full_weights
 
 pytestmark = [pytest.mark.ranks, needs("sequence")]
 STEPS, TOLERANCE = 4, 2e-6

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.compose import refusals
-from strategies.core.facts import RunFacts
-from strategies.core.protocol import Parity, Phase, Strategy
-from strategies.core.registry import available, find
+from deepstow.strategies.core.compose import refusals
+from deepstow.strategies.core.facts import RunFacts
+from deepstow.strategies.core.protocol import Parity, Phase, Strategy
+from deepstow.strategies.core.registry import available, find
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.planning.facts import run_facts
+from deepstow.trainer.verify.verify import compare, shrink, train, without_strategies
 from tests.helpers.releases import is_refused, needs, needs_stage_3
 from tests.helpers.tiny import run_config
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.dist.spawn import run_world
-from trainer.planning.facts import run_facts
-from trainer.verify.verify import compare, shrink, train, without_strategies
 
 RANKS, STEPS = 2, 4
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}

@@ -11,23 +11,23 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.data import pydoc_rows
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model import structured
+from deepstow.trainer.model.structured import FAMILIES, cut, sizes_of, smaller
+from deepstow.trainer.planning.from_config import plan_of
+from deepstow.trainer.planning.streamed import plan_within
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.structured import chosen, scored
 from tests.e2e.commands import write_jsonl
 from tests.helpers.sides import unequal
 from tests.helpers.tiny import LLAMA
-from trainer.config.load import load_tree
-from trainer.data import pydoc_rows
-from trainer.data import tokenizer as tokenizers
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.model import structured
-from trainer.model.structured import FAMILIES, cut, sizes_of, smaller
-from trainer.planning.from_config import plan_of
-from trainer.planning.streamed import plan_within
-from trainer.run import run as runs
-from trainer.run.structured import chosen, scored
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, WORDS = 24, 300

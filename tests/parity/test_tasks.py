@@ -14,16 +14,16 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.data import pydoc_rows
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.run import checkpoint
+from deepstow.trainer.run.run import run
 from tests.e2e.commands import metrics, write_jsonl
 from tests.helpers.marks import rarely
 from tests.helpers.releases import needs_embedding, needs_modules
-from trainer.config.load import load_tree
-from trainer.data import pydoc_rows
-from trainer.data import tokenizer as tokenizers
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.run import checkpoint
-from trainer.run.run import run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, TARGET = 48, 24
@@ -173,8 +173,8 @@ def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
     def make(base: str, folder: str, lora: Any) -> Any:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-        from trainer.tasks.table import TASKS
-        from trainer.tasks.task import loaded
+        from deepstow.trainer.tasks.table import TASKS
+        from deepstow.trainer.tasks.task import loaded
 
         kind, arguments = (loaded(name) for name in (TASKS[task].trainer, TASKS[task].arguments))
         more = {"peft_config": lora("SEQ_CLS" if task == "reward" else "CAUSAL_LM")} if lora else {}

@@ -12,12 +12,12 @@ import torch
 from torch.distributed import all_reduce
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strategies.backends import autotp, chunked, tensor_shards
+from deepstow.strategies.backends import autotp, chunked, tensor_shards
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.moves import Kind
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
 from tests.parity.test_tensor import MODELS, SGD, STEPS, in_fp64_with_biases, same, step_of_both, trained
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
 
 pytestmark = pytest.mark.ranks
 UNEQUAL = (1, 2, 3, 6)  # chunks of the sub-layers of two blocks: no chunk of three is in one of two

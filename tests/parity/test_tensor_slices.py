@@ -9,8 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from strategies.backends import autotp, scattered, tensor_shards
-from strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.strategies.backends import autotp, scattered, tensor_shards
+from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.run.export import export
+from deepstow.trainer.verify.verify import compare, full_weights
 from tests.helpers.moves import Kind, different, far, forget_run, made, run
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
 from tests.helpers.worlds import run_counted
@@ -28,10 +32,6 @@ from tests.parity.test_tensor import (
     step_of_both,
     trained,
 )
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.run.export import export
-from trainer.verify.verify import compare, full_weights
 
 pytestmark = pytest.mark.ranks
 SLICES: Mapping[str, Any] = {"tensor": {"degree": 2, "sequence_parallel": True}}

@@ -12,22 +12,22 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data import pydoc_rows
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import parts, tying
+from deepstow.trainer.planning.facts import count_model
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.verify.verify import compare, train
 from tests.e2e.commands import write_jsonl
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
 from tests.helpers.tiny import LLAMA, run_config
 from tests.helpers.worlds import run_counted
-from trainer.config.load import load_tree
-from trainer.config.sections import RunConfig
-from trainer.data import pydoc_rows
-from trainer.data import tokenizer as tokenizers
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError
-from trainer.model import parts, tying
-from trainer.planning.facts import count_model
-from trainer.run import run as runs
-from trainer.verify.verify import compare, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"

@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import Dataset, Subset
 from transformers import Trainer
 
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.run.stowed_trainer import stowed
 from tests.helpers.marks import rarely, some_rarely
 from tests.helpers.trainers import ON_POLICY, TRAINERS, llama, stock, trained, unlike
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.run.stowed_trainer import stowed
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ON_RANKS = ("Trainer, accumulation", "Trainer, fp16", "SFTTrainer, peft_config", "DPOTrainer")  # a loop of each kind

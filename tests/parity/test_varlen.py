@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies.backends import varlen
-from strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.strategies.backends import varlen
+from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import attention
+from deepstow.trainer.planning.facts import count_model
+from deepstow.trainer.planning.from_config import check_options
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import causal
 from tests.helpers.tiny import run_config
-from trainer.data.collate import Collator
-from trainer.errors import ConfigError
-from trainer.model import attention
-from trainer.planning.facts import count_model
-from trainer.planning.from_config import check_options
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
 

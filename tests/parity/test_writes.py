@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, parametrize, vector_to_parameters
 
-from strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.models import Net, build
 from tests.helpers.sides import (
     BATCHES,

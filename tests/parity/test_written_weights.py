@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.facts import count_model
+from deepstow.trainer.planning.from_config import plan_of
+from deepstow.trainer.verify.verify import compare, train
 from tests.helpers.tiny import ENDS, HEADS, LLAMA, run_config
 from tests.helpers.worlds import run_counted
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.planning.facts import count_model
-from trainer.planning.from_config import plan_of
-from trainer.verify.verify import compare, train
 
 WEIGHT = "model.layers.0.altup.prediction_coefs.weight"
 GEMMA3N: Mapping[str, Any] = {

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine import stow
-from strategies.engine.module_hooks import ModuleHooks
-from strategies.planner.weight_schedule import only_while_used
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.module_hooks import ModuleHooks
+from deepstow.strategies.planner.weight_schedule import only_while_used
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import RaceDetector, Vacant
 from tests.helpers.engine import Made, least
 from tests.helpers.marks import rarely, some_rarely
 from tests.helpers.sides import both_sides, refused, stowed, train
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
-from trainer.machine.probe import probe
-from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
 STEPS, NORM = 3, 0.1

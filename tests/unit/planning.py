@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import combinations, product
 from random import Random
 
-from strategies.core.facts import Home
-from strategies.core.layout import Site
-from strategies.planner.problem import Eviction, Gap, Link, Problem, Tick, Update, Weight, at_need, memory
-from strategies.planner.simulate import reload_period
-from strategies.planner.weight_schedule import issue
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.planner.problem import Eviction, Gap, Link, Problem, Tick, Update, Weight, at_need, memory
+from deepstow.strategies.planner.simulate import reload_period
+from deepstow.strategies.planner.weight_schedule import issue
 
 
 def blocks(

@@ -5,9 +5,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.core.facts import Home
-from strategies.core.layout import Item, Site
-from strategies.planner.addresses import place, size_classes, slot_pools
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Item, Site
+from deepstow.strategies.planner.addresses import place, size_classes, slot_pools
 from tests.helpers.layouts import bucket, layout
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from trainer.dist.agreement import Agreement, agreement, differences
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.errors import ConfigError, ExitCode, UserError
+from deepstow.trainer.distributed.agreement import Agreement, agreement, differences
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.errors import ConfigError, ExitCode, UserError
 
 
 def test_the_line_names_the_keys_and_both_values() -> None:

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from strategies.engine.memory.scratch_file import DiskError
+from deepstow.strategies.engine.memory.scratch_file import DiskError
+from deepstow.trainer.model import apart
+from deepstow.trainer.model.build import build, load_config
+from deepstow.trainer.model.mapped import Spilled
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
 from tests.parity.test_experts import MODELS
-from trainer.model import apart
-from trainer.model.build import build, load_config
-from trainer.model.mapped import Spilled
 
 TIED: Mapping[str, Any] = {**MIXTRAL, "tie_word_embeddings": True}
 LIMIT = 20_000  # bytes of a file; the largest tensor has 16 KiB

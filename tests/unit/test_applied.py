@@ -2,11 +2,11 @@
 
 import logging
 
-from strategies.core.applied import LOGGER, shown_by
-from strategies.engine import stow
-from strategies.engine.forward.checkpointing import recompute
+from deepstow.strategies.core.applied import LOGGER, shown_by
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.forward.checkpointing import recompute
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.models import build
-from trainer.planning.plan_for import plan_for
 
 
 def test_a_stowed_and_recomputed_model() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
-from strategies.core.registry import available, find
+from deepstow.strategies.core.protocol import BITWISE, Parity, Phase, Strategy
+from deepstow.strategies.core.registry import available, find
 from tests.helpers.fakes import run_facts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,10 +47,10 @@ OWNERS = {
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "sort", "update"}
 # Who may look at the environment, and why.
 ENVIRONMENT = {
-    "trainer/dist/ranks.py": "launchers describe the job there, and libraries read their settings from it",
+    "trainer/distributed/ranks.py": "launchers describe the job there, and libraries read their settings from it",
     "trainer/errors.py": "torch's launcher names there the file whose text it shows last",
-    "trainer/dist/spawn.py": "is the launcher of its own ranks",
-    "trainer/dist/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
+    "trainer/distributed/spawn.py": "is the launcher of its own ranks",
+    "trainer/distributed/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
     "trainer/verify/verify.py": "cuBLAS repeats its sums only where it is asked to by it",
     "trainer/run/live.py": "what kind of terminal the run has is said there and nowhere else",
     "trainer/run/trackers.py": "trackers are told their project by it, which may not be the one of the config",

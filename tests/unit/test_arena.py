@@ -7,13 +7,13 @@ import os
 import pytest
 import torch
 
-from strategies.core.facts import Home
-from strategies.core.layout import PAGE_BYTES
-from strategies.engine.forward.activations import HostRoom, arena_of_saved
-from strategies.engine.memory import accelerator
-from strategies.engine.memory import arena as module
-from strategies.engine.memory.arena import Arena, HostMemory, OutOfMemoryError
-from strategies.planner.addresses import place
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import PAGE_BYTES
+from deepstow.strategies.engine.forward.activations import HostRoom, arena_of_saved
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.memory import arena as module
+from deepstow.strategies.engine.memory.arena import Arena, HostMemory, OutOfMemoryError
+from deepstow.strategies.planner.addresses import place
 from tests.helpers.layouts import bucket, layout
 
 CPU = torch.device("cpu")

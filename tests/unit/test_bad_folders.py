@@ -16,10 +16,10 @@ import torch
 import transformers
 import yaml
 
-from launch import plan, train
+from deepstow.launch import plan, train
+from deepstow.trainer.data import bounds
+from deepstow.trainer.data import tokenizer as tokenizers
 from tests.e2e.commands import write_jsonl
-from trainer.data import bounds
-from trainer.data import tokenizer as tokenizers
 
 Change = Callable[[Path], object]
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

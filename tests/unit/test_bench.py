@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.harness import child, processes, record, work
-from benchmarks.harness.work import MODELS, Contender, Work
-from launch import bench
-from trainer.errors import ConfigError, ExitCode
+from deepstow.benchmarks.harness import child, processes, record, work
+from deepstow.benchmarks.harness.work import MODELS, Contender, Work
+from deepstow.launch import bench
+from deepstow.trainer.errors import ConfigError, ExitCode
 
 
 def run(label: str, number: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def test_contenders_take_turns_and_an_interrupted_bench_keeps_its_record(
 
 def test_a_disk_on_which_nothing_would_rest_is_no_contender(tmp_path: Path) -> None:
     """It would be timed as if state were there."""
-    from benchmarks.harness.child import llama
-    from benchmarks.harness.contenders import Ours, Unavailable
+    from deepstow.benchmarks.harness.child import llama
+    from deepstow.benchmarks.harness.contenders import Ours, Unavailable
 
     todo = Work(model="tiny", rows=1, length=8, disk=str(tmp_path))
     where: dict[str, Any] = {"on_disk": True, "site": "host", "weights": "streamed"}
@@ -193,7 +193,7 @@ def test_a_disk_on_which_nothing_would_rest_is_no_contender(tmp_path: Path) -> N
 
 def test_deepspeed_completes_a_begun_update() -> None:
     """Two micro-batches are run after the clock."""
-    from benchmarks.harness.peers import DeepSpeed
+    from deepstow.benchmarks.harness.peers import DeepSpeed
 
     trained = object.__new__(DeepSpeed)
     trained.work = Work(model="tiny", rows=1, length=8, accumulation=5)

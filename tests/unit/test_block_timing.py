@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from launch.plan import main
-from strategies.core.facts import Facts, UnitKind, UnitTimes
-from strategies.engine.forward.blocks import find_blocks
-from strategies.planner.step_cost import plan_cost, unit_seconds
+from deepstow.launch.plan import main
+from deepstow.strategies.core.facts import Facts, UnitKind, UnitTimes
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.planner.step_cost import plan_cost, unit_seconds
+from deepstow.trainer.machine import block_timing
+from deepstow.trainer.machine.block_timing import UnitClock
 from tests.helpers.models import build, tokens
 from tests.helpers.tiny import LLAMA
 from tests.unit.test_step_cost import FAST, known, planned
-from trainer.machine import block_timing
-from trainer.machine.block_timing import UnitClock
 
 TIMES = UnitTimes((1.0, 0.0), (2.0, 3.0), (4.0, 5.0), "measured by hand")
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.facts import UnitKind
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed
-from strategies.engine.module_hooks import find_scopes
+from deepstow.strategies.core.facts import UnitKind
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed
+from deepstow.strategies.engine.module_hooks import find_scopes
+from deepstow.trainer.machine.block_timing import UnitClock
+from deepstow.trainer.model.counting import Counter
+from deepstow.trainer.model.params import units_by_name
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.engine import differences, plain, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
 from tests.helpers.tiny import MODELS
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
-from trainer.machine.block_timing import UnitClock
-from trainer.model.counting import Counter
-from trainer.model.params import units_by_name
-from trainer.planning.plan_for import plan_for
 
 
 class Layer(nn.Module):

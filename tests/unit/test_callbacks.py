@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import BatchEncoding, MptConfig, TrainerControl, TrainerState
 
-from strategies.core.sizes import human_duration, human_number
-from strategies.engine.memory import accelerator
-from trainer.errors import ConfigError
-from trainer.run import callbacks
-from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
+from deepstow.strategies.core.sizes import human_duration, human_number
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run import callbacks
+from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
 
 RECORD = {
     "loss": 4.8123, "learning_rate": 9.2e-4, "grad_norm": 1.35, "tokens_per_s": 5_210.4, "mfu": 0.4118,

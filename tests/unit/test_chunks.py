@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.core.compose import compose
-from strategies.core.facts import MachineFacts, UnitTimes
-from strategies.core.plan import Home
-from strategies.core.registry import find
-from strategies.planner.hybrid.chunks import Passes, Table, divisors, seconds
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import MachineFacts, UnitTimes
+from deepstow.strategies.core.plan import Home
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.hybrid.chunks import Passes, Table, divisors, seconds
 from tests.helpers.fakes import facts
 from tests.unit.test_rates import some_rates
 

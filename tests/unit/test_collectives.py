@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.backends.two_level import average_gradients
-from strategies.collectives import Collectives
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, MachineFacts
-from strategies.core.protocol import Refusal
-from strategies.core.registry import find
-from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
-from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.two_level import GATHERS, best, phases
-from strategies.report import plan_table
+from deepstow.strategies.backends.two_level import average_gradients
+from deepstow.strategies.collectives import Collectives
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, MachineFacts
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
+from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
+from deepstow.strategies.planner.two_level import GATHERS, best, phases
+from deepstow.strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts, run_facts
 from tests.unit.test_rates import some_rates
 

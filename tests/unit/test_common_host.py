@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.engine.memory.arena import OutOfMemoryError
-from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.ranks.shares import Shares
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.memory.arena import OutOfMemoryError
+from deepstow.strategies.engine.memory.common_host import CommonHost
+from deepstow.strategies.engine.ranks.shares import Shares
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
 from tests.helpers import layouts
 
 CPU = torch.device("cpu")

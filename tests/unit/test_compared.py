@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cli import COMMANDS
-from trainer.config.check import check
+from deepstow.launch.cli import COMMANDS
+from deepstow.trainer.config.check import check
 
 ROOT = Path(__file__).parents[2]
 NO = ("no", "refused")

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from launch.verify import conclude
-from strategies.backends.codec_int8 import BLOCK, decoded, encoded
-from strategies.collectives import Collectives
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, MachineFacts, Precision
-from strategies.core.plan import Home
-from strategies.core.registry import find
-from strategies.planner.compressed import kept_bytes, reserves, sent_bytes, words
-from strategies.report import plan_table
+from deepstow.launch.verify import conclude
+from deepstow.strategies.backends.codec_int8 import BLOCK, decoded, encoded
+from deepstow.strategies.collectives import Collectives
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, MachineFacts, Precision
+from deepstow.strategies.core.plan import Home
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.compressed import kept_bytes, reserves, sent_bytes, words
+from deepstow.strategies.report import plan_table
+from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.run.export import _exactness
 from tests.helpers.fakes import block, embedding, facts, run_facts
 from tests.helpers.refused import lines_of
 from tests.unit.test_rates import some_rates
-from trainer.errors import ExitCode
-from trainer.run.export import _exactness
 
 COUNT = 20_000_000
 

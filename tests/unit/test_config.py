@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from strategies.core import optimizers
-from strategies.core.optimizers import OPTIMIZERS, refuse_optimizer
-from trainer.config.arguments import OWN, RENAMED, TrainingSection
-from trainer.config.check import choices, elsewhere, known_keys
-from trainer.config.doc import pages
-from trainer.config.load import json_schema, load
-from trainer.config.sections import DataSection, ModelSection, RunConfig
-from trainer.config.yaml_file import parse
-from trainer.errors import ConfigError, DataError
+from deepstow.strategies.core import optimizers
+from deepstow.strategies.core.optimizers import OPTIMIZERS, refuse_optimizer
+from deepstow.trainer.config.arguments import OWN, RENAMED, TrainingSection
+from deepstow.trainer.config.check import choices, elsewhere, known_keys
+from deepstow.trainer.config.doc import pages
+from deepstow.trainer.config.load import json_schema, load
+from deepstow.trainer.config.sections import DataSection, ModelSection, RunConfig
+from deepstow.trainer.config.yaml_file import parse
+from deepstow.trainer.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = """
@@ -203,7 +203,7 @@ def test_schema_describes_every_key() -> None:
 
 def test_manual_is_current() -> None:
     for path, text in pages(ROOT / "docs"):
-        assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m trainer.config.doc"
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m deepstow.trainer.config.doc"
 
 
 # ---- fuzzing: any tree gives a config or a ConfigError, and a config survives dump and load ------------------------

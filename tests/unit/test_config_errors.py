@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.config.check import elsewhere, known_keys
-from trainer.config.load import load
-from trainer.config.sections import RunConfig
-from trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.config.check import elsewhere, known_keys
+from deepstow.trainer.config.load import load
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.errors import ConfigError, ExitCode
 
 GOOD = {"model": "model: {name_or_path: m}", "data": "data: {path: pydoc}", "training": "training: {output_dir: r}"}
 SECTIONS = "a config has the sections model, data, training, strategies"

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from strategies.core.sealed import digest_of, size_and_hash
-from trainer.config.sections import ModelSection
-from trainer.data.sources import open_source
-from trainer.errors import ConfigError
-from trainer.model import contents, hashes
+from deepstow.strategies.core.sealed import digest_of, size_and_hash
+from deepstow.trainer.config.sections import ModelSection
+from deepstow.trainer.data.sources import open_source
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import contents, hashes
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def test_code_is_all_python_files(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((name, file))
         return theirs
 
-    monkeypatch.setattr("trainer.model.hub.file_of", file_of)
+    monkeypatch.setattr("deepstow.trainer.model.hub.file_of", file_of)
     config = SimpleNamespace(
         auto_map={"AutoModel": "owner/name--modeling_b.B", "AutoTokenizer": ["modeling_a.A", None]}
     )

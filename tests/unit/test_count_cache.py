@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from launch.plan import main
+from deepstow.launch.plan import main
+from deepstow.trainer.config.sections import DistillSection
+from deepstow.trainer.model.count_cache import cached, name_of
+from deepstow.trainer.planning.facts import ModelCount, asked, count_model, products_again
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.sections import DistillSection
-from trainer.model.count_cache import cached, name_of
-from trainer.planning.facts import ModelCount, asked, count_model, products_again
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = ModelCount(units=(), forward_flops=7)
@@ -111,7 +111,7 @@ def test_the_second_plan_loads_no_torch(
     assert main(words) == 0
     first = capsys.readouterr().out
     code = (
-        f"import sys; from launch.plan import main; code = main({words!r}); "
+        f"import sys; from deepstow.launch.plan import main; code = main({words!r}); "
         "print('LOADED', sorted({'torch', 'transformers'} & sys.modules.keys())); sys.exit(code)"
     )
     env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}

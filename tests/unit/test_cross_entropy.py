@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, InChunks, Temporaries
-from strategies.core.peak import Saved, backward_peak, forward_peak
-from strategies.core.plan import CHUNKS, NONE, Home, Plan
-from strategies.core.registry import find
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, InChunks, Temporaries
+from deepstow.strategies.core.peak import Saved, backward_peak, forward_peak
+from deepstow.strategies.core.plan import CHUNKS, NONE, Home, Plan
+from deepstow.strategies.core.registry import find
 from tests.helpers.fakes import block, embedding, head
 from tests.helpers.fakes import facts as facts_with
 

@@ -8,16 +8,16 @@ from random import Random
 
 import pytest
 
-from strategies.core.compose import in_order, refusals, requirements_of
-from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
-from strategies.core.grid import Cell, Grid
-from strategies.core.plan import Kind, Plan, Reserve
-from strategies.core.protocol import Refusal, Requirement, Strategy
-from strategies.core.registry import find
-from strategies.planner.cuts import Schedule, cut, work
-from strategies.report.plan_table import grid_table
+from deepstow.strategies.core.compose import in_order, refusals, requirements_of
+from deepstow.strategies.core.facts import Facts, Home, Param, Unit, UnitKind
+from deepstow.strategies.core.grid import Cell, Grid
+from deepstow.strategies.core.plan import Kind, Plan, Reserve
+from deepstow.strategies.core.protocol import Refusal, Requirement, Strategy
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.cuts import Schedule, cut, work
+from deepstow.strategies.report.plan_table import grid_table
+from deepstow.trainer.run.saving import estimated_bytes
 from tests.helpers.fakes import block, facts
-from trainer.run.saving import estimated_bytes
 
 
 def model(*sizes: int, table: int = 7) -> tuple[Unit, ...]:

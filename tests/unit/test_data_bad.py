@@ -16,10 +16,10 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.sections import DataSection
-from trainer.data import prepare, sources
-from trainer.data import tokenizer as tokenizers
-from trainer.errors import ConfigError, DataError, ExitCode
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare, sources
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.errors import ConfigError, DataError, ExitCode
 
 VOCAB = 320
 
@@ -294,7 +294,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Couldn't reach the Hub\nwith a long tail")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
-    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: None)
+    monkeypatch.setattr("deepstow.trainer.model.hub.unreachable", lambda: None)
     with pytest.raises(DataError) as caught:
         sources.open_source("owner/name", None, "train", False)
     line = "data.path: hub data set owner/name cannot be loaded: ConnectionError: Couldn't reach the Hub"

@@ -11,12 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config.sections import DataSection
-from trainer.data import prepare as preparing
-from trainer.data import tokenizer as tokenizers
-from trainer.data.packing import MASKED
-from trainer.data.templates import READY
-from trainer.errors import DataError
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare as preparing
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.data.templates import READY
+from deepstow.trainer.errors import DataError
 
 VOCAB = 400
 CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}

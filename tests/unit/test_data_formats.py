@@ -13,15 +13,15 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import CTRLTokenizer
 
-from trainer.config.sections import DataSection
-from trainer.data import prepare as preparing
-from trainer.data import sample, stream
-from trainer.data import tokenizer as tokenizers
-from trainer.data.formats import Encoder
-from trainer.data.packing import MASKED
-from trainer.data.prepare import tokenizer_content
-from trainer.data.sources import open_source
-from trainer.errors import DataError
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare as preparing
+from deepstow.trainer.data import sample, stream
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.formats import Encoder
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.data.prepare import tokenizer_content
+from deepstow.trainer.data.sources import open_source
+from deepstow.trainer.errors import DataError
 
 VOCAB = 400
 Rows = list[dict[str, Any]]
@@ -136,7 +136,7 @@ def test_saved_and_hub_data_sets(streaming: bool, tokenizer: Any, monkeypatch: p
         assert (path, name, revision) == ("owner/name", "en", "commit" if streaming else "")
         return saved[split].to_iterable_dataset() if streaming else saved[split]
 
-    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "")
+    monkeypatch.setattr("deepstow.trainer.model.hub.unreachable", lambda: "")
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name: SimpleNamespace(sha="commit"))
     monkeypatch.setattr("datasets.load_dataset", load)
     for options in ({"path": "saved"}, {"path": "owner/name", "name": "en"}):
@@ -218,7 +218,7 @@ def test_long_text_is_cut_and_long_answers_are_truncated(tokenizer: Any) -> None
 def test_huge_text_is_tokenised_in_pieces_that_join_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line {n} of it\n" for n in range(50))
     Path("d.txt").write_text(text)
-    monkeypatch.setattr("trainer.data.formats._SEGMENT_CHARACTERS", 100)
+    monkeypatch.setattr("deepstow.trainer.data.formats._SEGMENT_CHARACTERS", 100)
     prepared = prepare(tokenizer, "d.txt", max_length=4096)
     assert decoded(tokenizer, prepared.train)[0][0] == text + "<|eos|>"
 
@@ -311,7 +311,9 @@ def test_several_processes_give_the_same_rows(tokenizer: Any) -> None:
 def test_second_call_opens_what_the_first_one_saved(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("d.jsonl", documents(20))
     first = prepare(tokenizer, path, eval_fraction=0.1)
-    monkeypatch.setattr("trainer.data.formats.Encoder.encode", lambda self, rows: pytest.fail("tokenised again"))
+    monkeypatch.setattr(
+        "deepstow.trainer.data.formats.Encoder.encode", lambda self, rows: pytest.fail("tokenised again")
+    )
     said: list[str] = []
     again = prepare(tokenizer, path, eval_fraction=0.1, said=said)
     assert said == [f"data: d.jsonl is prepared already ({first.fingerprint})"]
@@ -381,7 +383,7 @@ def test_a_tokenizer_in_python_is_more_than_its_tokens() -> None:
 
 def test_a_stream_from_the_hub_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     data, commits = Dataset.from_list(ROWS["text"]).to_iterable_dataset(), ["1", "2"]
-    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "")
+    monkeypatch.setattr("deepstow.trainer.model.hub.unreachable", lambda: "")
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name: SimpleNamespace(sha=commits.pop()))
     monkeypatch.setattr("datasets.load_dataset", lambda *names, **more: data)
     first, second = (open_source("owner/name", None, "train", True) for _ in range(2))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from trainer.config.load import load
-from trainer.config.sections import DataSection
-from trainer.data import prepare as preparing
-from trainer.data import tokenizer as tokenizers
-from trainer.errors import DataError
+from deepstow.trainer.config.load import load
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare as preparing
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.errors import DataError
 
 VOCAB = 400
 

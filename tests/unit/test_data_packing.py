@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
-from strategies.backends import varlen
-from trainer.data import mapped, packing
-from trainer.data.collate import Collator, packing_supported
-from trainer.data.packing import MASKED, chunk, pack, rows, split, whole
+from deepstow.strategies.backends import varlen
+from deepstow.trainer.data import mapped, packing
+from deepstow.trainer.data.collate import Collator, packing_supported
+from deepstow.trainer.data.packing import MASKED, chunk, pack, rows, split, whole
 
 VOCAB = 64
 exact = settings(derandomize=True, max_examples=100, deadline=None)

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from launch.train import main
-from trainer.config.sections import DataSection
-from trainer.data import prepare as preparing
-from trainer.data import report, sources
-from trainer.data import tokenizer as tokenizers
-from trainer.data.packing import MASKED
+from deepstow.launch.train import main
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare as preparing
+from deepstow.trainer.data import report, sources
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.packing import MASKED
 
 VOCAB, LIMIT = 320, 16
 M = MASKED

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
+from deepstow.trainer.run import disk
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run import disk
 
 
 def of_a_library(inner: Exception) -> Exception:

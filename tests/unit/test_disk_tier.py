@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from strategies.core.layout import Layout, Site
+from deepstow.strategies.core.layout import Layout, Site
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.run import machines
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.profiles import profile
-from trainer.run import machines
 
 HERE, THERE = (0, 500), (2, 1 << 60)  # the first rank of a machine, and what one of its ranks needs
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import transformers
 
-from strategies.core.registry import available
-from trainer.config.doc import BEGIN, END
-from trainer.run.pipeline_trainer import PipelineTrainer
-from trainer.run.sequence_trainer import SequenceTrainer
-from trainer.run.stowed_trainer import StowedTrainer
-from trainer.run.trainer import Trainer
+from deepstow.strategies.core.registry import available
+from deepstow.trainer.config.doc import BEGIN, END
+from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
+from deepstow.trainer.run.sequence_trainer import SequenceTrainer
+from deepstow.trainer.run.stowed_trainer import StowedTrainer
+from deepstow.trainer.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_SCREENS = 100
@@ -63,4 +63,4 @@ def test_the_table_of_private_methods_is_what_our_trainers_override() -> None:
         if re.match(r"_(?!_)", name) and hasattr(transformers.Trainer, name)
     }
     assert all(f"def {test}(" in (ROOT / file).read_text() for _, _, file, test in rows)
-    assert all(kind.__module__.startswith("trainer.run.") for kind in Trainer.__mro__ if kind in OURS)
+    assert all(kind.__module__.startswith("deepstow.trainer.run.") for kind in Trainer.__mro__ if kind in OURS)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import doctor
-from launch.doctor import CPU_ADAM, Row, Status
-from trainer.machine.probe import GIB, Memory
+from deepstow.launch import doctor
+from deepstow.launch.doctor import CPU_ADAM, Row, Status
+from deepstow.trainer.machine.probe import GIB, Memory
 
 
 def test_packages_against_their_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from strategies.core.sealed import MANIFEST, seal, size_and_hash
+from deepstow.strategies.core.sealed import MANIFEST, seal, size_and_hash
+from deepstow.trainer.run import checkpoint, earlier, finished
+from deepstow.trainer.run.checkpoint import complete, verified
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run import checkpoint, earlier, finished
-from trainer.run.checkpoint import complete, verified
 
 HISTORY = [{"loss": 4.5, "step": 5}, {"loss": 3.5, "step": 10}]
 

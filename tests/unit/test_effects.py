@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
 
 Factor = Callable[[Any, Tensor], Any]
 

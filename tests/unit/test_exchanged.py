@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies.backends.codec_rows import BLOCK, Codec
-from strategies.backends.exchanged import among_zeros, chosen, of_tokens
-from strategies.core.compose import compose
-from strategies.core.facts import MachineFacts
-from strategies.core.plan import Home
-from strategies.report import plan_table
-from strategies.tensor import Tensor as Strategy
+from deepstow.strategies.backends.codec_rows import BLOCK, Codec
+from deepstow.strategies.backends.exchanged import among_zeros, chosen, of_tokens
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import MachineFacts
+from deepstow.strategies.core.plan import Home
+from deepstow.strategies.report import plan_table
+from deepstow.strategies.tensor import Tensor as Strategy
+from deepstow.trainer.run.resume_rules import compare
 from tests.helpers.fakes import block, facts, run_facts
 from tests.unit.test_rates import some_rates
-from trainer.run.resume_rules import compare
 
 COUNT = 1 << 18
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from strategies.core.processes import started_at
-from trainer.dist.exit_file import ExitFile
-from trainer.errors import ConfigError, ExitCode
+from deepstow.strategies.core.processes import started_at
+from deepstow.trainer.distributed.exit_file import ExitFile
+from deepstow.trainer.errors import ConfigError, ExitCode
 
 HELD = '{"pid": 1}'  # in the run's lock
 

@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from strategies.core.facts import Home, UnitKind
-from strategies.core.plan import Kind
-from strategies.planner.expert_slices import layer_seconds
+from deepstow.strategies.core.facts import Home, UnitKind
+from deepstow.strategies.core.plan import Kind
+from deepstow.strategies.planner.expert_slices import layer_seconds
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model.build import load_config
+from deepstow.trainer.planning.facts import check_model, counted
+from deepstow.trainer.planning.from_config import check_options, plan_of
+from deepstow.trainer.run.pipeline_trainer import token_losses
 from tests.helpers.refused import lines_of
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.model.build import load_config
-from trainer.planning.facts import check_model, counted
-from trainer.planning.from_config import check_options, plan_of
-from trainer.run.pipeline_trainer import token_losses
 
 CONFIG = """\
 model:

@@ -14,23 +14,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainerState
 
-from strategies.core.protocol import BITWISE, Parity
+from deepstow.strategies.core.protocol import BITWISE, Parity
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.model.build import build, load_config
+from deepstow.trainer.run import export as export_module
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.export import ExportError, export, model_card
+from deepstow.trainer.run.nonfinite import NonFinite
+from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
+from deepstow.trainer.verify.verify import _tokenizer, random_run
 from tests.helpers import small_runs
 from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, VOCAB, run_config
-from trainer.config.load import load_tree
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.dist.stopping import Stop
-from trainer.errors import ExitCode
-from trainer.model.build import build, load_config
-from trainer.run import export as export_module
-from trainer.run import run as runs
-from trainer.run.export import ExportError, export, model_card
-from trainer.run.nonfinite import NonFinite
-from trainer.run.pipeline_trainer import PipelineTrainer
-from trainer.verify.verify import _tokenizer, random_run
 
 WEIGHTS = "model.safetensors"
 LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
@@ -295,7 +295,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def train_and_export(ranks: Ranks, config: RunConfig) -> dict[str, float]:
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    from trainer.run import order
+    from deepstow.trainer.run import order
 
     trainer = order.make_trainer(random_run(config, ranks))
     try:

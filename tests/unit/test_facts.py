@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from launch.plan import main
-from strategies.core.facts import Facts, Precision, Unit, UnitKind
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.memory import accelerator
+from deepstow.launch.plan import main
+from deepstow.strategies.core.facts import Facts, Precision, Unit, UnitKind
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model import build as model_module
+from deepstow.trainer.model.count_cache import name_of
+from deepstow.trainer.model.counting import Counter
+from deepstow.trainer.planning import positions
+from deepstow.trainer.planning.facts import ModelCount, count_model, gather, machine_facts, saved_without_mask
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.marks import slowly
 from tests.helpers.tiny import BLOOM, ENDS, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
-from trainer.config.sections import RunConfig
-from trainer.data.collate import Collator
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.model import build as model_module
-from trainer.model.count_cache import name_of
-from trainer.model.counting import Counter
-from trainer.planning import positions
-from trainer.planning.facts import ModelCount, count_model, gather, machine_facts, saved_without_mask
 
 BATCH, LENGTH = 2, 16
 OFFLOAD: Mapping[str, Any] = {"offload": {}}

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.plan import main
-from strategies.core.facts import Home
-from strategies.planner.site_search import SiteSearch
+from deepstow.launch.plan import main
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.planner.site_search import SiteSearch
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError, TooLargeError, report
+from deepstow.trainer.machine.probe import Machine
+from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.planning import fit
+from deepstow.trainer.planning.facts import ENGINE_HOST_BYTES
+from deepstow.trainer.planning.fit import Fit, FitRow, config_of, explained, lines, unwritten
+from deepstow.trainer.planning.from_config import plan_of
 from tests.helpers.tiny import run_config
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError, TooLargeError, report
-from trainer.machine.probe import Machine
-from trainer.machine.profiles import profile
-from trainer.planning import fit
-from trainer.planning.facts import ENGINE_HOST_BYTES
-from trainer.planning.fit import Fit, FitRow, config_of, explained, lines, unwritten
-from trainer.planning.from_config import plan_of
 
 SIZES = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

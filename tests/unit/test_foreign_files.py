@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from launch import compare, import_config, plan, verify, watch
+from deepstow.launch import compare, import_config, plan, verify, watch
+from deepstow.trainer.config.load import load
+from deepstow.trainer.errors import UserError, report
 from tests.unit.test_history import run
 from tests.unit.test_plan_json import moving, written
-from trainer.config.load import load
-from trainer.errors import UserError, report
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from strategies.core.fp8 import BLOCK, packed_bytes
-from strategies.engine.tensors import fp8
+from deepstow.strategies.core.fp8 import BLOCK, packed_bytes
+from deepstow.strategies.engine.tensors import fp8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

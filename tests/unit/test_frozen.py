@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from strategies.core.facts import Facts, MachineFacts, Precision
-from strategies.core.plan import Kind, Plan
-from strategies.engine.tensors.quantised import scales_bytes
-from strategies.planner.step_cost import step_flops, unit_seconds
+from deepstow.strategies.core.facts import Facts, MachineFacts, Precision
+from deepstow.strategies.core.plan import Kind, Plan
+from deepstow.strategies.engine.tensors.quantised import scales_bytes
+from deepstow.strategies.planner.step_cost import step_flops, unit_seconds
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.machine.profiles import profile as find_profile
+from deepstow.trainer.model.build import build, load_config
+from deepstow.trainer.planning.facts import count_model, run_facts
 from tests.helpers.marks import rarely, slowly
 from tests.helpers.tiny import run_config
-from trainer.config.sections import RunConfig
-from trainer.machine.profiles import profile as find_profile
-from trainer.model.build import build, load_config
-from trainer.planning.facts import count_model, run_facts
 
 MODEL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 512,

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check import Step
-from launch import bench
+from deepstow.benchmarks import gpu_check
+from deepstow.benchmarks.gpu_check import Step
+from deepstow.launch import bench
 
 SAYS = "print('{\"case\": 1}', flush=True); print('words'); "
 HANGS = (

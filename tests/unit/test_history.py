@@ -11,8 +11,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from launch import compare, watch
-from trainer.run import history
+from deepstow.launch import compare, watch
+from deepstow.trainer.run import history
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = {"output_dir": "runs/one", "learning_rate": 0.1, "seed": 42}
@@ -96,7 +96,7 @@ def test_comparing_loads_no_transformers(tmp_path: Path) -> None:
     ]
     heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy"}
     code = (
-        f"import sys; from launch.compare import main; code = main({folders!r} + ['--plot', 'curves.png']); "
+        f"import sys; from deepstow.launch.compare import main; code = main({folders!r} + ['--plot', 'curves.png']); "
         f"print('LOADED', sorted({heavy!r} & sys.modules.keys())); sys.exit(code)"
     )
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}

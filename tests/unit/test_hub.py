@@ -8,10 +8,10 @@ import pytest
 from datasets import Dataset, DatasetInfo
 from datasets.arrow_writer import ArrowWriter
 
-from trainer.config.sections import ModelSection
-from trainer.data import sources, tokenizer
-from trainer.errors import ConfigError, DataError
-from trainer.model import build, hub
+from deepstow.trainer.config.sections import ModelSection
+from deepstow.trainer.data import sources, tokenizer
+from deepstow.trainer.errors import ConfigError, DataError
+from deepstow.trainer.model import build, hub
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from random import Random
 
-from strategies.planner.cuts import Schedule
-from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds, order
+from deepstow.strategies.planner.cuts import Schedule
+from deepstow.strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds, order
 
 
 def test_equal_stages_take_the_closed_form_and_have_so_many_in_flight() -> None:

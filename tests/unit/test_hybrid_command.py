@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.plan import main, parse
-from strategies.core.facts import Facts
-from strategies.core.plan import Home, Plan
-from strategies.core.sizes import human
-from strategies.planner.hybrid import keys
-from strategies.planner.hybrid.account import Account
-from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
-from strategies.planner.hybrid.parts import Model, Models
+from deepstow.launch.plan import main, parse
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.hybrid import keys
+from deepstow.strategies.planner.hybrid.account import Account
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
+from deepstow.strategies.planner.hybrid.parts import Model, Models
+from deepstow.trainer.config.load import build, load
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.machine.profiles import profile, sized
+from deepstow.trainer.planning import hybrid
+from deepstow.trainer.planning.facts import gather
+from deepstow.trainer.planning.from_config import plan_of, plans_of
+from deepstow.trainer.planning.hybrid import Shares
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
-from trainer.config.load import build, load
-from trainer.dist.ranks import Ranks
-from trainer.machine.profiles import profile, sized
-from trainer.planning import hybrid
-from trainer.planning.facts import gather
-from trainer.planning.from_config import plan_of, plans_of
-from trainer.planning.hybrid import Shares
 
 WIDE = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 16}
 WIDE |= {"num_key_value_heads": 2, "vocab_size": 16_000, "max_position_embeddings": 512}

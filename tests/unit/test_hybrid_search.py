@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from strategies.core.compose import compose
-from strategies.core.compression import Compression
-from strategies.core.facts import (
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import (
     Facts,
     MachineFacts,
     Operator,
@@ -20,21 +20,21 @@ from strategies.core.facts import (
     UnitKind,
     Work,
 )
-from strategies.core.plan import Home, Kind
-from strategies.core.registry import find
-from strategies.planner.hybrid import keys
-from strategies.planner.hybrid.account import Account, Bytes, state_bytes
-from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.hybrid.degrees import Degrees, Size, Stowed, is_possible
-from strategies.planner.hybrid.parts import Model, Models
-from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
-from strategies.planner.hybrid.step_seconds import Pricing
-from strategies.planner.pipeline_bytes import boundary_bytes
-from strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.core.plan import Home, Kind
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.hybrid import keys
+from deepstow.strategies.planner.hybrid.account import Account, Bytes, state_bytes
+from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed, is_possible
+from deepstow.strategies.planner.hybrid.parts import Model, Models
+from deepstow.strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
+from deepstow.strategies.planner.hybrid.step_seconds import Pricing
+from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.planning.hybrid import cluster_of
 from tests.helpers.fakes import block, choosing, embedding, facts, head
-from trainer.dist.ranks import Ranks
-from trainer.machine.profiles import profile
-from trainer.planning.hybrid import cluster_of
 
 RATES = replace(
     ASSUMED, gemm_fp32_flops_per_s=1e12, gemm_bf16_flops_per_s=1e13, up_bytes_per_s=2e10, down_bytes_per_s=2e10,

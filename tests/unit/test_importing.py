@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import cli, import_config
-from trainer.config.check import check
-from trainer.config.importing.draft import Draft
-from trainer.config.importing.finish import imported
-from trainer.config.importing.read import NAMES, Source, read_all
-from trainer.config.importing.rules import ARGUMENTS, RULES
-from trainer.config.load import load
-from trainer.config.yaml_file import parse
-from trainer.errors import ConfigError
+from deepstow.launch import cli, import_config
+from deepstow.trainer.config.check import check
+from deepstow.trainer.config.importing.draft import Draft
+from deepstow.trainer.config.importing.finish import imported
+from deepstow.trainer.config.importing.read import NAMES, Source, read_all
+from deepstow.trainer.config.importing.rules import ARGUMENTS, RULES
+from deepstow.trainer.config.load import load
+from deepstow.trainer.config.yaml_file import parse
+from deepstow.trainer.errors import ConfigError
 
 ZERO_3 = {
     "zero_force_ds_cpu_optimizer": False,

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.placements import best_known, instance
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, Home, Precision, Rates
-from strategies.core.layout import Item, aligned, needs
-from strategies.core.plan import Plan
-from strategies.core.protocol import Refusal
-from strategies.core.registry import find
-from strategies.offload import Offload
-from strategies.planner import edits
-from strategies.planner.addresses import place, slot_pools
-from strategies.planner.buckets import block_bytes, capacity
-from strategies.planner.estimate import Estimate
-from strategies.planner.places import Places
-from strategies.planner.site_search import SHARES, STARTS, Mix, Mixer, SiteSearch
-from strategies.planner.step_cost import cost_of
-from strategies.planner.weight_schedule import ASSUMED, only_while_used
+from deepstow.benchmarks.placements import best_known, instance
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, Home, Precision, Rates
+from deepstow.strategies.core.layout import Item, aligned, needs
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.offload import Offload
+from deepstow.strategies.planner import edits
+from deepstow.strategies.planner.addresses import place, slot_pools
+from deepstow.strategies.planner.buckets import block_bytes, capacity
+from deepstow.strategies.planner.estimate import Estimate
+from deepstow.strategies.planner.places import Places
+from deepstow.strategies.planner.site_search import SHARES, STARTS, Mix, Mixer, SiteSearch
+from deepstow.strategies.planner.step_cost import cost_of
+from deepstow.strategies.planner.weight_schedule import ASSUMED, only_while_used
 from tests.helpers.fakes import GPU
 from tests.helpers.layouts import random_facts, transformer
 from tests.helpers.marks import slowly

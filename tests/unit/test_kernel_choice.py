@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import attention
+from deepstow.trainer.planning.from_config import check_options
+from deepstow.trainer.planning.kernel_choice import settled
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.errors import ConfigError
-from trainer.model import attention
-from trainer.planning.from_config import check_options
-from trainer.planning.kernel_choice import settled
 
 AUTO = {"attn_implementation": "auto"}
 FLASH = "flash_attention_2"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.facts import Unit, UnitKind
-from strategies.report.full_report import launched
-from trainer.model.stubs import fake_tensors
-from trainer.model.temporaries import count
+from deepstow.strategies.core.facts import Unit, UnitKind
+from deepstow.strategies.report.full_report import launched
+from deepstow.trainer.model.stubs import fake_tensors
+from deepstow.trainer.model.temporaries import count
 
 
 class Layer(nn.Module):

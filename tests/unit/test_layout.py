@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.core.facts import Facts, Home, Param
-from strategies.core.layout import (
+from deepstow.strategies.core.facts import Facts, Home, Param
+from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     SCRATCH_ELEMENTS,
     Item,
@@ -19,8 +19,8 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.core.leads import leads
-from strategies.planner.buckets import block_bytes, form
+from deepstow.strategies.core.leads import leads
+from deepstow.strategies.planner.buckets import block_bytes, form
 from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
 
 N = 1024  # elements of the bucket below

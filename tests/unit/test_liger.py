@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from transformers.models.llama import modeling_llama
 
-from strategies.core.facts import Unit
+from deepstow.strategies.core.facts import Unit
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model.build import load_config
+from deepstow.trainer.planning.facts import check_model, count_model
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB, run_config
-from trainer.errors import ConfigError
-from trainer.model.build import load_config
-from trainer.planning.facts import check_model, count_model
 
 BATCH, LENGTH, HIDDEN, INNER = 2, 16, LLAMA["hidden_size"], LLAMA["intermediate_size"]
 TOKENS = BATCH * LENGTH

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, Home
-from strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timing
-from strategies.core.plan import Impl
-from strategies.core.protocol import BITWISE
-from strategies.core.registry import find
-from strategies.planner import gemm_routes
-from strategies.report import full_report
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timing
+from deepstow.strategies.core.plan import Impl
+from deepstow.strategies.core.protocol import BITWISE
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner import gemm_routes
+from deepstow.strategies.report import full_report
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model.counting import Counter
+from deepstow.trainer.planning.facts import gather
 from tests.helpers.fakes import facts, run_facts
 from tests.helpers.tiny import MODELS, run_config
-from trainer.machine.probe import probe
-from trainer.model.counting import Counter
-from trainer.planning.facts import gather
 
 OWN, FORWARD, BOTH = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
 SHAPE = Shape(rows=10, inputs=4, outputs=6, stored="out_in", dtype="float32")

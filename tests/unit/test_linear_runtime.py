@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from strategies.core.linears import LEGAL, Gemm, Route, Routes
-from strategies.engine.forward.routed_linear import route, weights_changed
+from deepstow.strategies.core.linears import LEGAL, Gemm, Route, Routes
+from deepstow.strategies.engine.forward.routed_linear import route, weights_changed
 from tests.helpers.pairwise import Table
 
 KINDS = ("linear", "conv1d")

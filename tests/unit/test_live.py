@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.distributed.exit_file import ExitFile
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.run import live
+from deepstow.trainer.run.live import Live, LowestRows
 from tests.helpers.terminal import Terminal
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.exit_file import ExitFile
-from trainer.dist.ranks import Ranks
-from trainer.run import live
-from trainer.run.live import Live, LowestRows
 
 RULE = "─" * 40
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
+from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.run import loading
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.errors import ExitCode
-from trainer.run import loading
 
 
 def collated(rows: list[Any]) -> BatchEncoding:

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from strategies.core import processes
+from deepstow.strategies.core import processes
+from deepstow.trainer.distributed.exit_file import ExitFile
+from deepstow.trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.planning.from_config import WRITTEN
+from deepstow.trainer.run import lock
+from deepstow.trainer.run.lock import NAME
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.exit_file import ExitFile
-from trainer.errors import ConfigError, ExitCode
-from trainer.planning.from_config import WRITTEN
-from trainer.run import lock
-from trainer.run.lock import NAME
 
 held = partial(lock.held, lost=print)
 
@@ -267,7 +267,7 @@ def test_a_folder_that_cannot_be_is_one_line() -> None:
 )
 def test_a_folder_that_a_run_cannot_use_is_one_line(name: str, why: str, tmp_path: Path, capsys: Any) -> None:
     """Of the whole command: no traceback, no waiting for a pipe, and nothing has been made."""
-    from launch.train import main
+    from deepstow.launch.train import main
 
     (tmp_path / "run").mkdir()
     for file in WRITTEN:

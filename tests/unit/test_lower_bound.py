@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.placements import best_known, instance
-from strategies.core.facts import Facts
-from strategies.planner import site_search
-from strategies.planner.buckets import block_bytes
-from strategies.planner.lower_bound import Choice, lower_bound
-from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.places import OffloadRequest, Places
-from strategies.planner.site_search import CLOSE, SiteSearch
-from strategies.planner.step_cost import cost_of
-from strategies.report.full_report import headline
+from deepstow.benchmarks.placements import best_known, instance
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.planner import site_search
+from deepstow.strategies.planner.buckets import block_bytes
+from deepstow.strategies.planner.lower_bound import Choice, lower_bound
+from deepstow.strategies.planner.placement_search import PlacementSearch
+from deepstow.strategies.planner.places import OffloadRequest, Places
+from deepstow.strategies.planner.site_search import CLOSE, SiteSearch
+from deepstow.strategies.planner.step_cost import cost_of
+from deepstow.strategies.report.full_report import headline
 from tests.unit.test_keep_or_offload import plan_of
 from tests.unit.test_placement_search import choose
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from strategies.engine.memory import accelerator
-from trainer.errors import ConfigError
-from trainer.machine import probe, profiles
-from trainer.machine.probe import GIB, Memory
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine import probe, profiles
+from deepstow.trainer.machine.probe import GIB, Memory
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run import metrics
+from deepstow.trainer.run.callbacks import eval_lines
+from deepstow.trainer.run.run import refuse_unbuildable
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
-from trainer.config.sections import RunConfig
-from trainer.data.packing import MASKED
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.errors import ConfigError
-from trainer.run import metrics
-from trainer.run.callbacks import eval_lines
-from trainer.run.run import refuse_unbuildable
 
 HERE = "tests.unit.test_metrics"
 

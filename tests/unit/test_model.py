@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
+from deepstow.trainer.config.sections import ModelSection, RunConfig
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import status_bytes
+from deepstow.trainer.model.build import build, load_config
+from deepstow.trainer.model.undisturbed import in_fork
+from deepstow.trainer.tasks.table import TASKS
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
-from trainer.config.sections import ModelSection, RunConfig
-from trainer.errors import ConfigError
-from trainer.machine.probe import status_bytes
-from trainer.model.build import build, load_config
-from trainer.model.undisturbed import in_fork
-from trainer.tasks.table import TASKS
 
 UNTIED = {name: {**config, "tie_word_embeddings": False} for name, config in MODELS.items()}
 
@@ -201,7 +201,7 @@ def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(
 def test_a_name_that_the_hub_does_not_have_and_a_folder_without_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "the cable is out")
+    monkeypatch.setattr("deepstow.trainer.model.hub.unreachable", lambda: "the cable is out")
     for name, says in (
         ("nobody/nothing", "there is no such folder here, the cache of the Hugging Face hub has no such model"),
         (str(tmp_path), "the folder holds no model ("),

@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from deepstow.trainer.config.load import load
+from deepstow.trainer.config.sections import ModelSection
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import config_keys
+from deepstow.trainer.model.build import load_config
+from deepstow.trainer.model.shrink import shrink_model
+from deepstow.trainer.planning.facts import count_model
+from deepstow.trainer.run import run
 from tests.helpers.tiny import MIXTRAL, run_config
-from trainer.config.load import load
-from trainer.config.sections import ModelSection
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError
-from trainer.model import config_keys
-from trainer.model.build import load_config
-from trainer.model.shrink import shrink_model
-from trainer.planning.facts import count_model
-from trainer.run import run
 
 LLAMA = "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2, num_hidden_layers: 2"
 

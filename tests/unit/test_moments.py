@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.facts import Home, Precision, RunFacts
-from strategies.core.layout import Item, Site, needs
-from strategies.core.moments import MomentsAs
-from strategies.offload import Offload
+from deepstow.strategies.core.facts import Home, Precision, RunFacts
+from deepstow.strategies.core.layout import Item, Site, needs
+from deepstow.strategies.core.moments import MomentsAs
+from deepstow.strategies.offload import Offload
 from tests.helpers.engine import adamw
 from tests.helpers.layouts import bucket, layout
 from tests.helpers.moments import OneParameter, rounding_adamw

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.errors import ExitCode
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
 from tests.helpers.worlds import run_counted
 from tests.unit.test_trainer import UNEVEN
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.errors import ExitCode
 
 pytestmark = pytest.mark.ranks
 OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
@@ -28,7 +28,7 @@ BOTH = {**PIPELINE, **OFFLOAD}
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
     """Train until something is not finite from step ``bad_from`` on; what was said, and what is left."""
-    from trainer.run.nonfinite import NonFinite
+    from deepstow.trainer.run.nonfinite import NonFinite
 
     trainer = made(ranks, config, UNEVEN)
 
@@ -106,7 +106,7 @@ def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
 
 
 def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
-    from trainer.run.nonfinite import NonFinite, StopNonFinite
+    from deepstow.trainer.run.nonfinite import NonFinite, StopNonFinite
 
     cases = product(((True, 65536.0), (True, 2.0), (True, 1.0), (False, 65536.0)), (None, "the engine"))
     for (fp16, scale), stowed in cases:

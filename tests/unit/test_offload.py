@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from pydantic import ValidationError
 from torch import nn
 
-from strategies.core.common_host import common_bytes
-from strategies.core.compose import compose, in_order
-from strategies.core.facts import Facts, Home, MachineFacts, Precision, Rates, UnitKind
-from strategies.core.layout import Site
-from strategies.core.plan import Kind, Plan
-from strategies.core.protocol import BITWISE, Refusal
-from strategies.core.registry import find
-from strategies.core.sizes import human, parse_bytes, written
-from strategies.core.validate import validate
-from strategies.planner.exchanges import from_host
-from strategies.planner.weight_schedule import ASSUMED
-from strategies.report import full_report, plan_json
-from strategies.report.plan_json import PlanFile
-from strategies.report.plan_table import _travels, bucket_lines, rows, table
+from deepstow.strategies.core.common_host import common_bytes
+from deepstow.strategies.core.compose import compose, in_order
+from deepstow.strategies.core.facts import Facts, Home, MachineFacts, Precision, Rates, UnitKind
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.core.plan import Kind, Plan
+from deepstow.strategies.core.protocol import BITWISE, Refusal
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.core.sizes import human, parse_bytes, written
+from deepstow.strategies.core.validate import validate
+from deepstow.strategies.planner.exchanges import from_host
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.report import full_report, plan_json
+from deepstow.strategies.report.plan_json import PlanFile
+from deepstow.strategies.report.plan_table import _travels, bucket_lines, rows, table
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import bucket, layout, random_facts, transformer
 from tests.helpers.models import build
 from tests.unit.test_placement_search import options
-from trainer.planning.plan_for import plan_for
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.facts import Home
-from strategies.core.layout import Item
-from strategies.engine import stow
-from strategies.engine.forward.checkpointing import recompute, room_of
-from strategies.engine.memory import accelerator
-from strategies.engine.memory import arena as module
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Item
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.memory import arena as module
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.memory.test_engine import MODELS, model_of
 from tests.unit.test_arena import Driver
-from trainer.planning.plan_for import plan_for
 
 ENGINE = Path(__file__).resolve().parents[2] / "strategies/engine"
 FUNCTIONS = {"empty_strided", "empty_permuted", "tensor", "arange", "linspace", "eye", "frombuffer", "from_numpy"}

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.facts import Operator, Work
-from strategies.core.plan import Plan
-from strategies.engine.memory.arena import OutOfMemoryError
+from deepstow.strategies.core.facts import Operator, Work
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.engine.memory.arena import OutOfMemoryError
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.run import run
+from deepstow.trainer.run.oom import cures, explain, is_shortage
 from tests.helpers.fakes import block, choosing, facts
 from tests.helpers.tiny import run_config
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.run import run
-from trainer.run.oom import cures, explain, is_shortage
 
 
 def plan_of(**run: Any) -> Plan:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.train import main
+from deepstow.launch.train import main
+from deepstow.trainer.distributed import deepspeed_ops
+from deepstow.trainer.errors import ExitCode
 from tests.e2e.commands import write_config
-from trainer.dist import deepspeed_ops
-from trainer.errors import ExitCode
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig
 
-from strategies.core.registry import find
+from deepstow.strategies.core.registry import find
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run import order
+from deepstow.trainer.run.changes import apply_strategies
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
-from trainer.data import tokenizer as tokenizers
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.run import order
-from trainer.run.changes import apply_strategies
 
 
 def test_implied_strategies_are_applied_in_the_order_of_deciding(monkeypatch: pytest.MonkeyPatch) -> None:

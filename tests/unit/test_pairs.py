@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from strategies.core.registry import available
+from deepstow.strategies.core.registry import available
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning.from_config import check_options
 from tests.helpers.tiny import run_config
-from trainer.errors import ConfigError
-from trainer.planning.from_config import check_options
 
 REPO = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer
 
+from deepstow.trainer.config.sections import ModelSection
+from deepstow.trainer.model.build import load_config
+from deepstow.trainer.model.params import decay_groups, list_params
+from deepstow.trainer.planning.plan_for import count_live
 from tests.helpers.models import build
 from tests.helpers.tiny import MODELS
 from tests.helpers.zoo import hub
-from trainer.config.sections import ModelSection
-from trainer.model.build import load_config
-from trainer.model.params import decay_groups, list_params
-from trainer.planning.plan_for import count_live
 
 
 def test_what_an_embedding_only_looks_up() -> None:

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from deepstow.trainer.config.sections import ModelSection
+from deepstow.trainer.distributed.agreement import Agreement
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import mapped, parts, saved_tensors
+from deepstow.trainer.model.build import build, load_config, tensors_of
+from deepstow.trainer.run import changes
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, MODELS, OPT, run_config
-from trainer.config.sections import ModelSection
-from trainer.dist.agreement import Agreement
-from trainer.errors import ConfigError
-from trainer.model import mapped, parts, saved_tensors
-from trainer.model.build import build, load_config, tensors_of
-from trainer.run import changes
 
 QWEN_MOE: Mapping[str, Any] = {
     **LLAMA, "model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24,

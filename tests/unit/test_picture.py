@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from launch.plan import main
-from strategies.core.plan import Home, Plan
-from strategies.planner.simulate import TraceEvent
-from strategies.planner.step_cost import plan_cost
-from strategies.planner.tasks import Resource
-from tests.unit.test_step_cost import FAST, known, planned
-from trainer.planning.picture import (
+from deepstow.launch.plan import main
+from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.planner.simulate import TraceEvent
+from deepstow.strategies.planner.step_cost import plan_cost
+from deepstow.strategies.planner.tasks import Resource
+from deepstow.trainer.planning.picture import (
     ARENA,
     COLOURS,
     PARTS,
@@ -26,6 +25,7 @@ from trainer.planning.picture import (
     saved_over_time,
     title,
 )
+from tests.unit.test_step_cost import FAST, known, planned
 
 
 def test_the_picture_shows_compute_and_memory(tmp_path: Path) -> None:

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.core.facts import Facts, Home, Param, Rates
-from strategies.core.layout import Item, Layout, Site, aligned
-from strategies.core.protocol import MemoryRefusal, Refusal
-from strategies.core.sizes import parse_bytes
-from strategies.core.validate import validate
-from strategies.planner import placement_search
-from strategies.planner.addresses import place, slot_pools, weight_packing
-from strategies.planner.buckets import block_bytes
-from strategies.planner.least_memory import least_memory
-from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.places import OffloadRequest, Places
-from strategies.planner.step_cost import cost_of
-from strategies.planner.weight_schedule import ASSUMED, alone, fitted
+from deepstow.strategies.core.facts import Facts, Home, Param, Rates
+from deepstow.strategies.core.layout import Item, Layout, Site, aligned
+from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
+from deepstow.strategies.core.sizes import parse_bytes
+from deepstow.strategies.core.validate import validate
+from deepstow.strategies.planner import placement_search
+from deepstow.strategies.planner.addresses import place, slot_pools, weight_packing
+from deepstow.strategies.planner.buckets import block_bytes
+from deepstow.strategies.planner.least_memory import least_memory
+from deepstow.strategies.planner.placement_search import PlacementSearch
+from deepstow.strategies.planner.places import OffloadRequest, Places
+from deepstow.strategies.planner.step_cost import cost_of
+from deepstow.strategies.planner.weight_schedule import ASSUMED, alone, fitted
 from tests.helpers.fakes import GPU
 from tests.helpers.layouts import facts_of, random_facts, transformer
 

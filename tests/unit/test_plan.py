@@ -6,13 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.core.compose import ANSWERS, compose
-from strategies.core.facts import MachineFacts, Precision
-from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Home, Impl, Keep, Kind, Plan, Reserve, Share, When
-from strategies.core.protocol import Idle, Phase, Requirement
-from strategies.core.registry import find
-from strategies.report import full_report
-from strategies.report.plan_table import table
+from deepstow.strategies.core.compose import ANSWERS, compose
+from deepstow.strategies.core.facts import MachineFacts, Precision
+from deepstow.strategies.core.plan import (
+    RUN,
+    Conflict,
+    Decision,
+    EngineSet,
+    Home,
+    Impl,
+    Keep,
+    Kind,
+    Plan,
+    Reserve,
+    Share,
+    When,
+)
+from deepstow.strategies.core.protocol import Idle, Phase, Requirement
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.report import full_report
+from deepstow.strategies.report.plan_table import table
 from tests.helpers.fakes import block, embedding, facts, fake, head
 
 

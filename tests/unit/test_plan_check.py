@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState
 
-from strategies.core.facts import UnitTimes
-from strategies.core.layout import PAGE_BYTES
-from strategies.core.plan import RUN, Home, Plan, Stow
-from strategies.engine.memory import accelerator
+from deepstow.strategies.core.facts import UnitTimes
+from deepstow.strategies.core.layout import PAGE_BYTES
+from deepstow.strategies.core.plan import RUN, Home, Plan, Stow
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.machine.block_timing import median_of
+from deepstow.trainer.run import plan_check
+from deepstow.trainer.run.plan_check import Comparison, PlanCheck
 from tests.helpers import layouts
 from tests.helpers.fakes import CPU, block, facts
-from trainer.machine.block_timing import median_of
-from trainer.run import plan_check
-from trainer.run.plan_check import Comparison, PlanCheck
 
 
 class Square(torch.nn.Module):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine import stow
+from deepstow.strategies.engine import stow
+from deepstow.trainer.config.sections import ModelSection
+from deepstow.trainer.errors import CountingError
+from deepstow.trainer.model import build as model_module
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run.plan_check import count_saved
 from tests.helpers.engine import checkpointing
 from tests.helpers.marks import rarely
 from tests.helpers.tiny import MODELS
-from trainer.config.sections import ModelSection
-from trainer.errors import CountingError
-from trainer.model import build as model_module
-from trainer.planning.plan_for import plan_for
-from trainer.run.plan_check import count_saved
 
 
 class Net(nn.Module):

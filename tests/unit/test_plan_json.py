@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from launch.plan import main
-from strategies.core.plan import Plan
-from strategies.report import full_report, plan_json
+from deepstow.launch.plan import main
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.report import full_report, plan_json
 from tests.helpers.fakes import facts
 from tests.helpers.layouts import transformer
 from tests.unit.test_offload import plan_of

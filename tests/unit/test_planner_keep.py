@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from strategies.core.facts import Operator, Unit, Work
-from strategies.core.peak import Saved, backward_peak, host_room
-from strategies.core.plan import INPUT, NONE
-from strategies.planner.activation_policy import (
+from deepstow.strategies.core.facts import Operator, Unit, Work
+from deepstow.strategies.core.peak import Saved, backward_peak, host_room
+from deepstow.strategies.core.plan import INPUT, NONE
+from deepstow.strategies.planner.activation_policy import (
     FULL,
     SELECTIVE,
     KeepCosts,

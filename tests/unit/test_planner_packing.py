@@ -7,7 +7,7 @@ from statistics import mean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.planner.packing import Packing, Piece, max_live, pack
+from deepstow.strategies.planner.packing import Packing, Piece, max_live, pack
 
 # Eight pieces that are never more than 4 bytes at once and need 5.
 SPANS = ((0, 1), (0, 2), (1, 4), (1, 3), (2, 3), (2, 4), (3, 5), (4, 5))

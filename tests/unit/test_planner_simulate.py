@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from strategies.core.facts import Home
-from strategies.core.layout import Site
-from strategies.planner.problem import (
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.planner.problem import (
     Eviction,
     Gap,
     Link,
@@ -23,9 +23,9 @@ from strategies.planner.problem import (
     memory,
     present_ticks,
 )
-from strategies.planner.simulate import Outcome, reload_period, simulate, simulated_period
-from strategies.planner.tasks import Resource, Task
-from strategies.planner.weight_schedule import issue
+from deepstow.strategies.planner.simulate import Outcome, reload_period, simulate, simulated_period
+from deepstow.strategies.planner.tasks import Resource, Task
+from deepstow.strategies.planner.weight_schedule import issue
 from tests.unit.planning import blocks, halved, uneven, updated
 
 COMPUTE, UP, DOWN, CPU, NET, DISK = Resource

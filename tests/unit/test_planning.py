@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from strategies.core.compose import compose
-from strategies.core.plan import INPUT, Keep, Plan
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.plan import INPUT, Keep, Plan
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError, TooLargeError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning.from_config import plans_of, refuse_impossible
 from tests.helpers.fakes import GPU, block, facts, head
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError, TooLargeError
-from trainer.machine.probe import probe
-from trainer.planning.from_config import plans_of, refuse_impossible
 
 
 def test_places_on_the_host_are_as_certain_as_the_state() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.planner.simulate import TraceEvent
-from strategies.planner.tasks import Resource
+from deepstow.strategies.planner.simulate import TraceEvent
+from deepstow.strategies.planner.tasks import Resource
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.run.profile import measured
 from tests.helpers.moves import Kind, made
-from trainer.dist.ranks import Ranks
-from trainer.run.profile import measured
 
 STRATEGIES = {
     "offload": {"site": "host", "weights": "streamed", "prefetch": 0},

@@ -10,20 +10,20 @@ from torch.sparse._semi_structured_conversions import (
     sparse_semi_structured_to_dense_cutlass,
 )
 
-from strategies.core.facts import Home
-from strategies.core.plan import CHOICE_BYTES, ZEROS
-from strategies.engine.pruning import chosen, smallest
-from strategies.engine.updating.optim import zeros_stay
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.plan import CHOICE_BYTES, ZEROS
+from deepstow.strategies.engine.pruning import chosen, smallest
+from deepstow.strategies.engine.updating.optim import zeros_stay
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.config.smaller_sections import PruneSection
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model.pruned import matches, rounds
+from deepstow.trainer.planning.from_config import check_options, plan_of
+from deepstow.trainer.run.pruning import layers_of
 from tests.helpers.models import build
 from tests.helpers.tiny import GPT2, run_config
-from trainer.config.load import load_tree
-from trainer.config.smaller_sections import PruneSection
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.model.pruned import matches, rounds
-from trainer.planning.from_config import check_options, plan_of
-from trainer.run.pruning import layers_of
 
 
 def test_the_smallest_go_and_of_equal_ones_the_first() -> None:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks import published_choices as published
-from strategies.planner.hybrid.degrees import Size
-from strategies.planner.hybrid.search import hybrid
+from deepstow.benchmarks import published_choices as published
+from deepstow.strategies.planner.hybrid.degrees import Size
+from deepstow.strategies.planner.hybrid.search import hybrid
 
 PAGE = [
     [cell.strip() for cell in line.strip("| ").split("|")]

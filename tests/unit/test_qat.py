@@ -5,21 +5,21 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.facts import UnitKind
-from strategies.engine.tensors import quantised
+from deepstow.strategies.core.facts import UnitKind
+from deepstow.strategies.engine.tensors import quantised
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model import qat
+from deepstow.trainer.model.count_cache import name_of
+from deepstow.trainer.model.stubs import fake_tensors
+from deepstow.trainer.model.temporaries import count
+from deepstow.trainer.planning.facts import count_model
+from deepstow.trainer.planning.from_config import check_options, measure
+from deepstow.trainer.run.quantized import round_in_forward
+from deepstow.trainer.run.resume_rules import compare
 from tests.helpers.tiny import ENDS, GPT2, HEADS, LLAMA, run_config
-from trainer.config.load import load_tree
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.model import qat
-from trainer.model.count_cache import name_of
-from trainer.model.stubs import fake_tensors
-from trainer.model.temporaries import count
-from trainer.planning.facts import count_model
-from trainer.planning.from_config import check_options, measure
-from trainer.run.quantized import round_in_forward
-from trainer.run.resume_rules import compare
 
 GROUP, WEIGHTS = 16, 4 * 32 * 32 - 2 * 16 * 32 + 3 * 32 * 64  # of the linear layers of a block
 EVALUATED = {"eval_fraction": 0.1}

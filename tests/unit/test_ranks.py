@@ -1,7 +1,7 @@
 """Who am I among the ranks, and: no thread of a process group outlives the group.
 
 The second is the deterministic form of a death that came in one run of eight; see [Note: closing gloo] in
-``trainer/dist/ranks.py``. A gloo group's worker threads are called ``pt_gloo_runloop``. They must be there while the
+``trainer/distributed/ranks.py``. A gloo group's worker threads are called ``pt_gloo_runloop``. They must be there while the
 group is open (else the test would prove nothing) and gone when ``process_group`` has closed it, before the interpreter
 ends.
 """
@@ -17,11 +17,9 @@ from uuid import uuid4
 
 import pytest
 
-from tests.helpers.releases import HIGHEST_STAGE
-from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.sections import RunConfig
-from trainer.dist import deepspeed_ops, ranks
-from trainer.dist.ranks import (
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed import deepspeed_ops, ranks
+from deepstow.trainer.distributed.ranks import (
     Ranks,
     describe,
     from_environment,
@@ -30,9 +28,11 @@ from trainer.dist.ranks import (
     spare_peer_access,
     unused_port,
 )
-from trainer.dist.spawn import run_world
-from trainer.dist.stopping import Stop
-from trainer.errors import ExitCode
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ExitCode
+from tests.helpers.releases import HIGHEST_STAGE
+from tests.helpers.tiny import LLAMA, run_config
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", **MASTER}
@@ -122,9 +122,9 @@ def write_threads(path: Path) -> None:
 
 
 def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) -> dict[str, int]:
-    """A run through ``trainer.run.run._guarded``, on random tokens; what is written afterwards is the test's."""
-    from trainer.run import run as run_module
-    from trainer.verify.verify import random_run
+    """A run through ``deepstow.trainer.run.run._guarded``, on random tokens; what is written afterwards is the test's."""
+    from deepstow.trainer.run import run as run_module
+    from deepstow.trainer.verify.verify import random_run
 
     # Runs when the rank's function has returned, with its group closed, and before the interpreter ends.
     util.Finalize(None, write_threads, args=(folder / f"threads-{ranks.rank}",), exitpriority=0)

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from launch import doctor
-from strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
-from strategies.planner.weight_schedule import ASSUMED
+from deepstow.launch import doctor
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.machine import disk_rates, profiles, rates
+from deepstow.trainer.machine.probe import GIB, cores, probe
+from deepstow.trainer.machine.profiles import MachineKey, StoredRates, one_line
+from deepstow.trainer.machine.rates import Effort, measure_network
+from deepstow.trainer.machine.timing import duplex_factor, fit_line
+from deepstow.trainer.planning.facts import machine_facts
 from tests.helpers.releases import needs_scratch
-from trainer.errors import ExitCode
-from trainer.machine import disk_rates, profiles, rates
-from trainer.machine.probe import GIB, cores, probe
-from trainer.machine.profiles import MachineKey, StoredRates, one_line
-from trainer.machine.rates import Effort, measure_network
-from trainer.machine.timing import duplex_factor, fit_line
-from trainer.planning.facts import machine_facts
 
 SIZES = [1 << power for power in range(16, 29)]
 HERE: MachineKey = {"device": "card", "cpu": "AMD EPYC 26 2", "cores": 16, "torch": "2.13.0+cu130"}

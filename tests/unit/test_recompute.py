@@ -8,16 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
-from strategies.core.layout import Item
-from strategies.core.plan import NONE, Home, Plan
-from strategies.core.protocol import Refusal
-from strategies.core.registry import find
-from strategies.engine.forward.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
-from strategies.planner.step_cost import plan_cost
-from strategies.report import full_report
-from strategies.report.plan_table import rows, table
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
+from deepstow.strategies.core.layout import Item
+from deepstow.strategies.core.plan import NONE, Home, Plan
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine.forward.checkpointing import (
+    Names,
+    OutputRecorder,
+    checkpoint_blocks,
+    checkpointed,
+    draws,
+)
+from deepstow.strategies.planner.step_cost import plan_cost
+from deepstow.strategies.report import full_report
+from deepstow.strategies.report.plan_table import rows, table
 from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
 from tests.unit.test_step_cost import FAST
 

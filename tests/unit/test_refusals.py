@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from launch import plan as plan_command
+from deepstow.launch import plan as plan_command
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning import fit
+from deepstow.trainer.planning.from_config import check_options
+from deepstow.trainer.run import run
 from tests.e2e.commands import write_jsonl
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError
-from trainer.planning import fit
-from trainer.planning.from_config import check_options
-from trainer.run import run
 
 CONFIG = """\
 extends: base.yaml

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, MachineFacts, Precision
-from strategies.core.plan import RUN, EngineSet, Home, Kind, Plan, Reserve
-from strategies.core.registry import find
-from strategies.core.sizes import human
-from strategies.report.plan_table import rows, summary, table
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, MachineFacts, Precision
+from deepstow.strategies.core.plan import RUN, EngineSet, Home, Kind, Plan, Reserve
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.report.plan_table import rows, summary, table
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run.order import refuse_impossible
 from tests.helpers.fakes import CPU, block, embedding, facts, head
-from trainer.errors import ConfigError
-from trainer.run.order import refuse_impossible
 
 
 def zero(stage: int, known: Facts) -> Plan:

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from tests.helpers.checkpoints import about, make
-from tests.helpers.tiny import GPT2, LLAMA, run_config
-from trainer.config.arguments import ALLOWABLE
-from trainer.config.sections import OPTIONAL, SECTIONS, LoraSection
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.run import resume_rules, resuming
-from trainer.run.resume_rules import (
+from deepstow.trainer.config.arguments import ALLOWABLE
+from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, LoraSection
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run import resume_rules, resuming
+from deepstow.trainer.run.resume_rules import (
     COMPRESSION,
     MOMENTS,
     MOVES,
@@ -31,7 +29,9 @@ from trainer.run.resume_rules import (
     moved,
     rule_of,
 )
-from trainer.run.same_rows import Known
+from deepstow.trainer.run.same_rows import Known
+from tests.helpers.checkpoints import about, make
+from tests.helpers.tiny import GPT2, LLAMA, run_config
 
 
 def keys() -> Iterator[str]:
@@ -390,7 +390,7 @@ def test_a_checkpoint_with_fewer_hashes() -> None:
 
 
 def test_a_refusal_names_file_line_and_key(tmp_path: Path) -> None:
-    from trainer.config.load import load
+    from deepstow.trainer.config.load import load
 
     make(tmp_path / "run", 8)
     text = run_config(output_dir=tmp_path / "run", resume_from_checkpoint="auto", seed=7, learning_rate=0.5).dump()
@@ -414,7 +414,7 @@ def test_a_model_config_with_infinity_can_be_written() -> None:
     """Mamba has one."""
     from transformers import PretrainedConfig
 
-    from trainer.run.checkpoint import plain_config
+    from deepstow.trainer.run.checkpoint import plain_config
 
     found = plain_config(PretrainedConfig(limit=[0.0, float("inf")], hidden_size=8))
     assert json.loads(json.dumps(found, allow_nan=False)) == found

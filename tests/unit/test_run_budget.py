@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.plan import main
-from strategies.report import run_budget
-from strategies.report.run_budget import Asked
+from deepstow.launch.plan import main
+from deepstow.strategies.report import run_budget
+from deepstow.strategies.report.run_budget import Asked
+from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.planning import hybrid
+from deepstow.trainer.planning.facts import gather
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
-from trainer.machine.profiles import profile
-from trainer.planning import hybrid
-from trainer.planning.facts import gather
 
 DATA = {"path": "random tokens", "max_length": 64}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from strategies.core.commit import same_modes
-from trainer.dist.ranks import LOOPBACK, Ranks, listening, loopback_interface
-from trainer.errors import ConfigError
-from trainer.run import saving
+from deepstow.strategies.core.commit import same_modes
+from deepstow.trainer.distributed.ranks import LOOPBACK, Ranks, listening, loopback_interface
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run import saving
 
 Usage = namedtuple("Usage", "total used free")
 

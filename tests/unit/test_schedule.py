@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run.run import refuse_unbuildable
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.run.run import refuse_unbuildable
 
 WRONG: dict[str, tuple[str | None, dict[str, Any] | None, str]] = {
     "a typo": ("cosine_with_restarts", {"num_cycle": 2}, r"= \{.*unexpected keyword argument 'num_cycle'"),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks, describe
-from trainer.errors import ExitCode
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed.ranks import Ranks, describe
+from deepstow.trainer.errors import ExitCode
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 AGAIN = {ExitCode.PREEMPTED, ExitCode.WATCHDOG, ExitCode.PEER_DIED}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.run.checkpoint import WRITING, verified
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
 from tests.helpers.worlds import run_counted
 from tests.unit.test_trainer import UNEVEN
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.run.checkpoint import WRITING, verified
 
 pytestmark = pytest.mark.ranks
 OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
@@ -49,7 +49,7 @@ def train(trainer: Any, *at_step_end: Callable[[int], None], error: type[BaseExc
 
 def commits_after(wait: Callable[[], object]) -> None:
     """Every seal of this process waits first."""
-    from trainer.run import saving
+    from deepstow.trainer.run import saving
 
     commit = saving.commit
 
@@ -91,7 +91,7 @@ def test_training_goes_on(tmp_path: Path) -> None:
 
 def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
     """What is left if Ctrl-C comes while the run waits for a seal."""
-    from trainer.run import saving
+    from deepstow.trainer.run import saving
 
     together = saving.together
 
@@ -118,8 +118,8 @@ def looked_at(ranks: Ranks, config: RunConfig) -> tuple[list[bool], list[str]]:
     """
     from transformers import TrainerCallback
 
-    from trainer.run import checkpoint
-    from trainer.run import trainer as trainer_file
+    from deepstow.trainer.run import checkpoint
+    from deepstow.trainer.run import trainer as trainer_file
 
     class Upload(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -201,8 +201,8 @@ def test_a_best_evaluation_without_a_checkpoint(
     """After a full disk, or an evaluation before the first step: no worse weights are loaded, and none are praised."""
     from transformers import TrainerState
 
-    from trainer.run import trainer as trainer_file
-    from trainer.run.callbacks import of_best
+    from deepstow.trainer.run import trainer as trainer_file
+    from deepstow.trainer.run.callbacks import of_best
 
     found: list[str] = []
     monkeypatch.setattr(trainer_file.checkpoint, "verified", lambda folder: None)

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.backends.ulysses import Ulysses
-from strategies.core import protocol
-from strategies.core.grid import Cell, Grid
-from strategies.core.plan import Kind
-from strategies.experts import Experts
-from strategies.sequence import Sequence
+from deepstow.strategies.backends.ulysses import Ulysses
+from deepstow.strategies.core import protocol
+from deepstow.strategies.core.grid import Cell, Grid
+from deepstow.strategies.core.plan import Kind
+from deepstow.strategies.experts import Experts
+from deepstow.strategies.sequence import Sequence
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.from_config import check_options, plan_of
+from deepstow.trainer.run.training_state import _stream_of
 from tests.helpers.refused import lines_of
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.planning import facts
-from trainer.planning.from_config import check_options, plan_of
-from trainer.run.training_state import _stream_of
 
 CONFIG = """\
 model:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.engine.buckets.jobs import Scale
-from strategies.engine.transfer.transfer import Event, Transfer
-from strategies.engine.updating.clipping import NonFiniteError, SkippedSteps
+from deepstow.strategies.engine.buckets.jobs import Scale
+from deepstow.strategies.engine.transfer.transfer import Event, Transfer
+from deepstow.strategies.engine.updating.clipping import NonFiniteError, SkippedSteps
 
 
 class Late(Transfer):

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies.state import saved_state, spans
-from strategies.state.blocks import Columns
-from strategies.state.saved_state import Described, Saved, Weights
-from strategies.state.spans import WEIGHT, Span, SpanError, Store
-from strategies.state.torch_state import Held, Piece, TorchState
+from deepstow.strategies.state import saved_state, spans
+from deepstow.strategies.state.blocks import Columns
+from deepstow.strategies.state.saved_state import Described, Saved, Weights
+from deepstow.strategies.state.spans import WEIGHT, Span, SpanError, Store
+from deepstow.strategies.state.torch_state import Held, Piece, TorchState
 
 SHAPE = (6, 4)
 VALUES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

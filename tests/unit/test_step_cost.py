@@ -6,26 +6,37 @@ from typing import Any
 
 import pytest
 
-from strategies.core.compose import compose, in_order
-from strategies.core.compression import Compression
-from strategies.core.facts import NO_WORK, Choices, Facts, Home, Operator, Param, Precision, Rates, UnitKind, Work
-from strategies.core.layout import Item, Site
-from strategies.core.on_disk import disk_bytes, rewritten_bytes
-from strategies.core.plan import Plan
-from strategies.core.protocol import MemoryRefusal
-from strategies.core.registry import find
-from strategies.core.validate import validate
-from strategies.planner.addresses import place
-from strategies.planner.estimate import _together
-from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
-from strategies.planner.problem import Link, Problem, Tick, Weight
-from strategies.planner.step_cost import evictions_of, plan_cost, problem_of, unit_flops, unit_seconds
-from strategies.planner.tasks import Resource, build_tasks
-from strategies.planner.weight_schedule import ASSUMED
-from strategies.report import full_report
+from deepstow.strategies.core.compose import compose, in_order
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import (
+    NO_WORK,
+    Choices,
+    Facts,
+    Home,
+    Operator,
+    Param,
+    Precision,
+    Rates,
+    UnitKind,
+    Work,
+)
+from deepstow.strategies.core.layout import Item, Site
+from deepstow.strategies.core.on_disk import disk_bytes, rewritten_bytes
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.protocol import MemoryRefusal
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.core.validate import validate
+from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.estimate import _together
+from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
+from deepstow.strategies.planner.problem import Link, Problem, Tick, Weight
+from deepstow.strategies.planner.step_cost import evictions_of, plan_cost, problem_of, unit_flops, unit_seconds
+from deepstow.strategies.planner.tasks import Resource, build_tasks
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.report import full_report
+from deepstow.trainer.run.saving import estimated_bytes
 from tests.helpers.fakes import GPU
 from tests.helpers.layouts import facts_of
-from trainer.run.saving import estimated_bytes
 
 FAST = replace(
     ASSUMED, gemm_fp32_flops_per_s=1e12, gemm_bf16_flops_per_s=1e12, up_bytes_per_s=1e12, down_bytes_per_s=1e12,

@@ -14,12 +14,21 @@ from typing import Any
 
 import pytest
 
-from strategies.core.processes import started_at
+from deepstow.strategies.core.processes import started_at
+from deepstow.trainer.distributed import stopping
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import (
+    LAUNCHER,
+    Phase,
+    Stop,
+    Stopped,
+    code_of,
+    is_launcher,
+    launchers,
+    one_is_gone,
+)
+from deepstow.trainer.errors import ConfigError, ExitCode, write_line
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist import stopping
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped, code_of, is_launcher, launchers, one_is_gone
-from trainer.errors import ConfigError, ExitCode, write_line
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
@@ -250,7 +259,7 @@ def test_a_launcher_that_was_killed_is_a_request(phase: str, tmp_path: Path) -> 
     listener = f"""
 import os, sys, time
 from pathlib import Path
-from trainer.dist.stopping import Phase, Stop, Stopped
+from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
 done = Path({str(tmp_path / "done")!r})
 with Stop().listening() as stop:
     stop.phase = Phase.{phase}
@@ -288,7 +297,7 @@ def test_the_keyboard_outside_the_run(
     is_over: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While the config is read, and while what listens to signals ends: no traceback."""
-    from launch import train
+    from deepstow.launch import train
 
     class Listening(Stop):
         @contextmanager
@@ -312,7 +321,7 @@ def test_a_peer_that_ends_while_the_ranks_meet(
 ) -> None:
     import torch.distributed
 
-    from trainer.run import run
+    from deepstow.trainer.run import run
 
     @contextmanager
     def meeting(*args: object, **kwargs: object) -> Iterator[None]:

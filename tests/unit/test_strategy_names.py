@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from strategies.core.registry import available
+from deepstow.strategies.core.registry import available
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for folder in ("launch", "trainer") for path in (ROOT / folder).rglob("*.py"))
@@ -42,9 +42,9 @@ def test_no_module_names_a_strategy() -> None:
     seen = """
 if "offload" in config.strategies: pass
 given = config.strategies.offload
-from strategies.zero import Zero
-from strategies import offload
-import strategies.linear
+from deepstow.strategies.zero import Zero
+from deepstow.strategies import offload
+import deepstow.strategies.linear
 """
     assert len(list(uses(seen))) == 5
     assert list(uses('raise ConfigError("strategies.zero: not here, as with strategies.offload")')) == []

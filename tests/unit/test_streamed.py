@@ -2,10 +2,10 @@
 
 import torch
 
+from deepstow.trainer.data import packing
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.planning.streamed import placed
 from tests.helpers.models import build
-from trainer.data import packing
-from trainer.data.collate import Collator
-from trainer.planning.streamed import placed
 
 
 def test_documents_of_a_packed_row_do_not_see_each_other() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.trainer.model import temporaries
+from deepstow.trainer.model.stubs import fake_tensors, find_alike, materialise
+from deepstow.trainer.planning.facts import ModelCount, count_model
 from tests.helpers.marks import rarely, slowly
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
-from trainer.model import temporaries
-from trainer.model.stubs import fake_tensors, find_alike, materialise
-from trainer.planning.facts import ModelCount, count_model
 
 DEPTH = 7
 LIKE_THE_SECOND = {f"model.layers.{at}": "model.layers.1" for at in range(2, DEPTH - 1)}

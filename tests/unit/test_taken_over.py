@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from strategies.core.sealed import seal
+from deepstow.strategies.core.sealed import seal
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.run import resuming
+from deepstow.trainer.run.checkpoint import KIND, Manifest
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.ranks import Ranks
-from trainer.run import resuming
-from trainer.run.checkpoint import KIND, Manifest
 
 
 def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState, list[str]]:

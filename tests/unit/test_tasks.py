@@ -12,27 +12,27 @@ import pytest
 import torch
 from transformers import EvalPrediction, LlamaConfig
 
-from strategies.backends.deepspeed import ds_config
+from deepstow.strategies.backends.deepspeed import ds_config
+from deepstow.trainer.config.conflicts import OWN_LOSS
+from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.config.sections import LoraSection, RunConfig
+from deepstow.trainer.data import bounds, rows
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.collate import check_batch
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError, DataError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model import hub
+from deepstow.trainer.model.build import load_config, of_head
+from deepstow.trainer.planning import facts, from_config, hybrid
+from deepstow.trainer.tasks import embedding, preference
+from deepstow.trainer.tasks import task as tasks
+from deepstow.trainer.tasks.classification import METRICS, accuracy_and_f1, mean_error, problem_of, rows_and_f1
+from deepstow.trainer.tasks.seq2seq import texts_alike
+from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.verify import verify
 from tests.e2e.commands import write_jsonl
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.conflicts import OWN_LOSS
-from trainer.config.load import load_tree
-from trainer.config.sections import LoraSection, RunConfig
-from trainer.data import bounds, rows
-from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import check_batch
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError, DataError
-from trainer.machine.probe import probe
-from trainer.model import hub
-from trainer.model.build import load_config, of_head
-from trainer.planning import facts, from_config, hybrid
-from trainer.tasks import embedding, preference
-from trainer.tasks import task as tasks
-from trainer.tasks.classification import METRICS, accuracy_and_f1, mean_error, problem_of, rows_and_f1
-from trainer.tasks.seq2seq import texts_alike
-from trainer.tasks.table import TASKS
-from trainer.verify import verify
 
 T5 = {"model_type": "t5", "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 

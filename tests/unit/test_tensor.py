@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies.backends import tensor_shards
-from strategies.core.grid import Grid
+from deepstow.strategies.backends import tensor_shards
+from deepstow.strategies.core.grid import Grid
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.from_config import check_options, plan_of
 from tests.helpers.refused import lines_of
 from tests.helpers.tiny import GPT2, LLAMA, OPT, run_config
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.planning import facts
-from trainer.planning.from_config import check_options, plan_of
 
 CONFIG = """\
 model:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.config.load import load
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.run import run as run_file
+from deepstow.trainer.run import trackers, upload
+from deepstow.trainer.run.run import refuse_unbuildable, run
+from deepstow.trainer.run.trainer import _reads_saves
 from tests.e2e.commands import metrics, write_config
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.errors import ConfigError, ExitCode
-from trainer.run import run as run_file
-from trainer.run import trackers, upload
-from trainer.run.run import refuse_unbuildable, run
-from trainer.run.trainer import _reads_saves
 
 TRACKIO = find_spec("trackio") is not None  # not in the pinned environment: it needs Pillow before 13
 VARIABLES = ("WANDB_PROJECT", "WANDB_LOG_MODEL", "WANDB_WATCH", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID")

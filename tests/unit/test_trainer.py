@@ -1,6 +1,6 @@
 """The loop on real processes: what evaluation means, what a step is made of, and who may touch model and gradients.
 
-Everything here goes through ``trainer.run.order.make_trainer`` on rows made by hand.
+Everything here goes through ``deepstow.trainer.run.order.make_trainer`` on rows made by hand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data.packing import MASKED, rows, whole
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.verify.verify import compare, full_weights
 from tests.helpers.moves import made
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from tests.helpers.worlds import run_counted
-from trainer.config.sections import RunConfig
-from trainer.data.packing import MASKED, rows, whole
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.run.trainer import Trainer
-from trainer.verify.verify import compare, full_weights
 
 Row = Mapping[str, Sequence[int]]
 STEP: Mapping[str, Any] = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from strategies.backends.deepspeed_state import DeepSpeedState
-from strategies.engine.updating.optim import class_of
-from strategies.state import saved_state
-from strategies.state.saved_state import Weights
-from strategies.state.spans import WEIGHT, Store
-from strategies.state.torch_state import Held, Piece, TorchState, plain_state
-from trainer.run import training_state
+from deepstow.strategies.backends.deepspeed_state import DeepSpeedState
+from deepstow.strategies.engine.updating.optim import class_of
+from deepstow.strategies.state import saved_state
+from deepstow.strategies.state.saved_state import Weights
+from deepstow.strategies.state.spans import WEIGHT, Store
+from deepstow.strategies.state.torch_state import Held, Piece, TorchState, plain_state
+from deepstow.trainer.run import training_state
 
 # Schedules
 

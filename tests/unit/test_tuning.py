@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.linears import LEGAL, Gemm, Linear, Route, Shape, Timing
-from strategies.core.registry import find
-from strategies.engine.forward import routed_linear
+from deepstow.strategies.core.linears import LEGAL, Gemm, Linear, Route, Shape, Timing
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine.forward import routed_linear
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.machine import gemm_timing
+from deepstow.trainer.machine.gemm_timing import FILE, ROUNDS, WHAT, measure, place_of, save
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.machine.profiles import kept
 from tests.helpers.fakes import facts
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.machine import gemm_timing
-from trainer.machine.gemm_timing import FILE, ROUNDS, WHAT, measure, place_of, save
-from trainer.machine.probe import probe
-from trainer.machine.profiles import kept
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
 PRODUCTS = ["forward native", "dgrad native", "wgrad native", "forward flip", "copy"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.model.undisturbed import ForkError, in_fork, undisturbed
+from deepstow.trainer.model.undisturbed import ForkError, in_fork, undisturbed
 
 
 class Thing:

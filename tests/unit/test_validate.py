@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from strategies.core.addresses import Addresses, Spot
-from strategies.core.facts import Home, Param
-from strategies.core.layout import Item, Layout, Site
-from strategies.core.validate import check, validate
-from strategies.planner.addresses import place
+from deepstow.strategies.core.addresses import Addresses, Spot
+from deepstow.strategies.core.facts import Home, Param
+from deepstow.strategies.core.layout import Item, Layout, Site
+from deepstow.strategies.core.validate import check, validate
+from deepstow.strategies.planner.addresses import place
 from tests.helpers.layouts import bucket, layout
 
 

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from launch import verify as command
-from strategies.core.facts import Facts
-from strategies.core.layout import Site
-from strategies.core.registry import find
-from strategies.planner.memory_rows import UPDATES
+from deepstow.launch import verify as command
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.memory_rows import UPDATES
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model.shrink import TRAVEL, features, moves, moving
+from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.from_config import plan_of
+from deepstow.trainer.verify import verify
+from deepstow.trainer.verify.verify import Check, Difference, Moved, Offloaded, shrink
 from tests.helpers.tiny import GPT2, LLAMA, run_config
-from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.errors import ExitCode
-from trainer.machine.probe import probe
-from trainer.model.shrink import TRAVEL, features, moves, moving
-from trainer.planning import facts
-from trainer.planning.from_config import plan_of
-from trainer.verify import verify
-from trainer.verify.verify import Check, Difference, Moved, Offloaded, shrink
 
 ON_DEVICE, ON_HOST, STREAMED = (UPDATES[site] for site in (Site.DEVICE, Site.HOST, Site.STREAMED))
 WAIT_DEVICE, WAIT_HOST = "gradients wait on the device", "gradients wait on the host"

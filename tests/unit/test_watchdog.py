@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed
 
-from trainer.dist.ranks import Ranks, describe, listening
-from trainer.dist.spawn import run_world
-from trainer.dist.watchdog import GRACE_S, Beat, Peer, Watchdog
+from deepstow.trainer.distributed.ranks import Ranks, describe, listening
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.distributed.watchdog import GRACE_S, Beat, Peer, Watchdog
 
 
 def beat(count: int, *, left: bool = False) -> Beat:
@@ -95,7 +95,7 @@ def timeouts_after_the_beginning(ranks: Ranks) -> list[float]:
     """Seconds that the job's group and one that a library has made wait, once training has begun."""
     from transformers import TrainerState
 
-    from trainer.run.callbacks import Watched
+    from deepstow.trainer.run.callbacks import Watched
 
     groups: list[Any] = [torch.distributed.group.WORLD, torch.distributed.new_group(timeout=timedelta(days=7))]
     watchdog: Any = SimpleNamespace(timeout_s=7)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.planner import weight_schedule
-from strategies.planner.problem import Eviction, Problem, at_need, memory
-from strategies.planner.simulate import reload_period
-from strategies.planner.weight_schedule import SEARCHED, DoesNotFit, choose, issue
+from deepstow.strategies.planner import weight_schedule
+from deepstow.strategies.planner.problem import Eviction, Problem, at_need, memory
+from deepstow.strategies.planner.simulate import reload_period
+from deepstow.strategies.planner.weight_schedule import SEARCHED, DoesNotFit, choose, issue
 from tests.unit.planning import all_issues, best_gaps, blocks, coarse, complaints, even, halved, span, uneven
 
 CLOSE = 1 + 1e-6

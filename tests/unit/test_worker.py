@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from strategies.engine.transfer.worker import Worker
+from deepstow.strategies.engine.transfer.worker import Worker
 
 
 @pytest.fixture

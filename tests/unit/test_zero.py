@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from strategies.backends import deepspeed as backend
-from strategies.backends.deepspeed import clips_itself, ds_config
-from strategies.core import protocol
-from strategies.core.compose import compose
-from strategies.core.facts import Facts, Precision
-from strategies.core.plan import RUN, EngineSet, Home, Plan, When
-from strategies.core.protocol import Phase, Requirement
-from strategies.core.registry import find
-from strategies.planner.zero_bytes import MAX_BUCKET
+from deepstow.strategies.backends import deepspeed as backend
+from deepstow.strategies.backends.deepspeed import clips_itself, ds_config
+from deepstow.strategies.core import protocol
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Facts, Precision
+from deepstow.strategies.core.plan import RUN, EngineSet, Home, Plan, When
+from deepstow.strategies.core.protocol import Phase, Requirement
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.zero_bytes import MAX_BUCKET
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning.from_config import check_options
+from deepstow.trainer.run.order import refuse_under_zero
+from deepstow.trainer.run.run import refuse_unbuildable
+from deepstow.trainer.verify.verify import real_plan, verify
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, LLAMA, run_config
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.planning.from_config import check_options
-from trainer.run.order import refuse_under_zero
-from trainer.run.run import refuse_unbuildable
-from trainer.verify.verify import real_plan, verify
 
 
 def plan_of(stage: int, known: Facts) -> Plan:

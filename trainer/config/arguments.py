@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from strategies.core.optimizers import refuse_optimizer
-from strategies.core.protocol import COMPILE_KEYS
+from deepstow.strategies.core.optimizers import refuse_optimizer
+from deepstow.strategies.core.protocol import COMPILE_KEYS
 
 
 class Allowed(str):

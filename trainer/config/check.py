@@ -22,12 +22,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from strategies.core.registry import available, find
-from trainer.config.arguments import Allowed
-from trainer.config.conflicts import conflicts
-from trainer.config.sections import NOT_BUILT, OPTIONAL, SECTIONS, RunConfig, flat
-from trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
-from trainer.errors import nearest
+from deepstow.strategies.core.registry import available, find
+from deepstow.trainer.config.arguments import Allowed
+from deepstow.trainer.config.conflicts import conflicts
+from deepstow.trainer.config.sections import NOT_BUILT, OPTIONAL, SECTIONS, RunConfig, flat
+from deepstow.trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
+from deepstow.trainer.errors import nearest
 
 TOP = ("extends", *RunConfig.model_fields)
 PLAIN: Mapping[Any, str] = {

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strategies.core.optimizers import options_of
-from strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
-from strategies.core.registry import available, find
-from trainer.config import smaller
-from trainer.config.arguments import KTO_LOSSES, TrainingSection
-from trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
-from trainer.config.yaml_file import MISSING, Fault
+from deepstow.strategies.core.optimizers import options_of
+from deepstow.strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
+from deepstow.strategies.core.registry import available, find
+from deepstow.trainer.config import smaller
+from deepstow.trainer.config.arguments import KTO_LOSSES, TrainingSection
+from deepstow.trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
+from deepstow.trainer.config.yaml_file import MISSING, Fault
 
 OFF = (None, False)  # and 0, 0.0, which are equal to False
 PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}

@@ -1,6 +1,6 @@
 """Generate the tables of keys in ``docs/config.md`` and ``docs/strategies``, between two marks, from the sections.
 
-``python -m trainer.config.doc`` writes them; a test compares the files with what would be written.
+``python -m deepstow.trainer.config.doc`` writes them; a test compares the files with what would be written.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from strategies.core.registry import available, find
-from trainer.config.check import allowed, elsewhere, inner_model
-from trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
+from deepstow.strategies.core.registry import available, find
+from deepstow.trainer.config.check import allowed, elsewhere, inner_model
+from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
 
-BEGIN, END = "<!-- keys: written by `python -m trainer.config.doc` -->\n", "<!-- end of keys -->\n"
+BEGIN, END = "<!-- keys: written by `python -m deepstow.trainer.config.doc` -->\n", "<!-- end of keys -->\n"
 
 
 def pages(docs: Path) -> Iterator[tuple[Path, str]]:

@@ -16,10 +16,10 @@ from typing import Any
 from pydantic import Field, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from strategies.core.registry import available, find
-from trainer.config.check import check
-from trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
-from trainer.config.yaml_file import (
+from deepstow.strategies.core.registry import available, find
+from deepstow.trainer.config.check import check
+from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
+from deepstow.trainer.config.yaml_file import (
     COMMAND_LINE,
     MISSING,
     Document,
@@ -32,7 +32,7 @@ from trainer.config.yaml_file import (
     parse,
     read,
 )
-from trainer.errors import ConfigError, nearest_file, printable
+from deepstow.trainer.errors import ConfigError, nearest_file, printable
 
 EXTENDS = "Path of one other config, relative to this file, whose keys apply where this file sets none."
 

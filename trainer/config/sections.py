@@ -1,6 +1,6 @@
 """The sections of a config as types: ``model``, ``data``, ``training`` and ``strategies``.
 
-Name, type, range, default and meaning of each key are stated once, here and in ``trainer.config.arguments``; error
+Name, type, range, default and meaning of each key are stated once, here and in ``deepstow.trainer.config.arguments``; error
 lines, the JSON schema and ``docs/config.md`` are derived from that. A strategy's section has the fields of its class.
 """
 
@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
-from strategies.core.protocol import Strategy
-from trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
-from trainer.config.conflicts import conflicts
-from trainer.config.smaller_sections import DistillSection, ExportSection, PruneSection, QuantizeSection
-from trainer.config.values import WRONG, Values
-from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
-from trainer.errors import ConfigError, UserError
+from deepstow.strategies.core.protocol import Strategy
+from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
+from deepstow.trainer.config.conflicts import conflicts
+from deepstow.trainer.config.smaller_sections import DistillSection, ExportSection, PruneSection, QuantizeSection
+from deepstow.trainer.config.values import WRONG, Values
+from deepstow.trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
+from deepstow.trainer.errors import ConfigError, UserError
 
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -220,7 +220,7 @@ OPTIONAL: Mapping[str, type[Section]] = {
 
 
 class RunConfig(Section):
-    """Everything that decides a run. ``trainer.config.load`` makes it from files; equal configs give equal runs."""
+    """Everything that decides a run. ``deepstow.trainer.config.load`` makes it from files; equal configs give equal runs."""
 
     task: TaskName = option("What is learned; docs/tasks.md has the columns that each needs.", "sft")
     model: ModelSection

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strategies.core.protocol import COMPILE_KEYS, Requirement
-from strategies.core.registry import available, find
-from trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
+from deepstow.strategies.core.protocol import COMPILE_KEYS, Requirement
+from deepstow.strategies.core.registry import available, find
+from deepstow.trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
 
 NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 

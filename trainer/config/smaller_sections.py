@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Section, option
+from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Section, option
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 KL = "forward_kl"

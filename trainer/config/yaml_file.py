@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from trainer.errors import printable
+from deepstow.trainer.errors import printable
 
 Key = tuple[str, ...]
 COMMAND_LINE = "command line"

@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 
-from trainer.errors import DataError
+from deepstow.trainer.errors import DataError
 
 SECONDS, BYTES = 3.0, 1 << 30
 MOST_CHARACTERS = 1 << 20  # of a template; the longest known ones have 20,000

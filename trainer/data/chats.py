@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data import bounds
-from trainer.data.bounds import bounded
-from trainer.data.packing import MASKED
-from trainer.data.templates import READY
-from trainer.errors import DataError, first_line, kind, nearest, nearest_file
+from deepstow.trainer.data import bounds
+from deepstow.trainer.data.bounds import bounded
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.data.templates import READY
+from deepstow.trainer.errors import DataError, first_line, kind, nearest, nearest_file
 
 if TYPE_CHECKING:
-    from trainer.config.sections import DataSection
+    from deepstow.trainer.config.sections import DataSection
 
 Span = tuple[int, int]  # characters, from and to
 ROLES = ("system", "user", "assistant", "tool", "developer")

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from strategies.engine.forward.distilled_loss import TEACHER
-from trainer.data import packing
-from trainer.data.packing import MASKED
-from trainer.errors import ConfigError
-from trainer.model import build
-from trainer.model.attention import of_copy
-from trainer.model.shrink import VOCAB, small_copy
+from deepstow.strategies.engine.forward.distilled_loss import TEACHER
+from deepstow.trainer.data import packing
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import build
+from deepstow.trainer.model.attention import of_copy
+from deepstow.trainer.model.shrink import VOCAB, small_copy
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 MULTIPLE = 8
 # Of the largest logit. Rounding errors are a thousand times smaller, a leak is a hundred times larger.

@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from trainer.data import packing
-from trainer.data.formats import Encoder
-from trainer.data.packing import MASKED, Spans, Tokens
-from trainer.data.report import Encoded
-from trainer.data.sources import Row, Source
-from trainer.errors import DataError
+from deepstow.trainer.data import packing
+from deepstow.trainer.data.formats import Encoder
+from deepstow.trainer.data.packing import MASKED, Spans, Tokens
+from deepstow.trainer.data.report import Encoded
+from deepstow.trainer.data.sources import Row, Source
+from deepstow.trainer.errors import DataError
 
 T = TypeVar("T")
 

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chats import NO_TEXT, SURROGATE, Fault, Template, find_template
-from trainer.data.chats import read as read_chat
-from trainer.data.packing import MASKED
-from trainer.data.report import BEYOND, EMPTY, LONG, UNTRAINED, Document, Dropped, Encoded
-from trainer.data.sources import Row, Source
-from trainer.errors import DataError, kind, nearest
+from deepstow.trainer.data.chats import NO_TEXT, SURROGATE, Fault, Template, find_template
+from deepstow.trainer.data.chats import read as read_chat
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.data.report import BEYOND, EMPTY, LONG, UNTRAINED, Document, Dropped, Encoded
+from deepstow.trainer.data.sources import Row, Source
+from deepstow.trainer.errors import DataError, kind, nearest
 
 if TYPE_CHECKING:
-    from trainer.config.sections import DataSection
+    from deepstow.trainer.config.sections import DataSection
 
 _SEGMENT_CHARACTERS = 1 << 20
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.mapped import BLOCK, Make, blocks
+from deepstow.trainer.data.mapped import BLOCK, Make, blocks
 
 Tokens = NDArray[np.int32]
 Spans = NDArray[np.int32]  # [number, 3]: a document, and the start and stop of a piece of it

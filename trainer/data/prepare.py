@@ -31,23 +31,23 @@ import pyarrow.compute
 from datasets import Dataset, IterableDataset, config
 from transformers import PreTrainedTokenizerBase
 
-from strategies.core.commit import added_folder, remove
-from strategies.core.sealed import Damaged, damage, digest_of, seal
-from strategies.core.sealed import read as read_manifest
-from trainer.data import packing, report
-from trainer.data.chats import SURROGATE
-from trainer.data.encoding import Part, encoded, fitting
-from trainer.data.formats import Encoder, detect, make_encoder
-from trainer.data.mapped import Make, Numbers, makes
-from trainer.data.packing import MASKED, Spans, Tokens
-from trainer.data.report import Say, Tally
-from trainer.data.sources import Row, Source, open_source
-from trainer.data.stream import Stream, stream
-from trainer.errors import DataError
-from trainer.model.hashes import hashes
+from deepstow.strategies.core.commit import added_folder, remove
+from deepstow.strategies.core.sealed import Damaged, damage, digest_of, seal
+from deepstow.strategies.core.sealed import read as read_manifest
+from deepstow.trainer.data import packing, report
+from deepstow.trainer.data.chats import SURROGATE
+from deepstow.trainer.data.encoding import Part, encoded, fitting
+from deepstow.trainer.data.formats import Encoder, detect, make_encoder
+from deepstow.trainer.data.mapped import Make, Numbers, makes
+from deepstow.trainer.data.packing import MASKED, Spans, Tokens
+from deepstow.trainer.data.report import Say, Tally
+from deepstow.trainer.data.sources import Row, Source, open_source
+from deepstow.trainer.data.stream import Stream, stream
+from deepstow.trainer.errors import DataError
+from deepstow.trainer.model.hashes import hashes
 
 if TYPE_CHECKING:
-    from trainer.config.sections import DataSection
+    from deepstow.trainer.config.sections import DataSection
 
 
 KIND = "data"  # in the manifest

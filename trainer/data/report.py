@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from trainer.data.mapped import Numbers, among, twice
-from trainer.errors import DataError
+from deepstow.trainer.data.mapped import Numbers, among, twice
+from deepstow.trainer.errors import DataError
 
 Say = Callable[[str], None]
 
@@ -171,7 +171,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     """Write the histograms as a picture, one below the other. OSError, ValueError: there can be no such file."""
     from PIL import Image, ImageDraw
 
-    from trainer.planning.picture import FONT, GRID, INK, LEFT, MARGIN, PARTS, RED, WIDTH
+    from deepstow.trainer.planning.picture import FONT, GRID, INK, LEFT, MARGIN, PARTS, RED, WIDTH
 
     height, limit = 240, report["max_length"]
     image = Image.new("RGB", (WIDTH, height * len(report["sources"]) + MARGIN), "white")

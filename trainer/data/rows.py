@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from strategies.core.commit import added_folder
-from strategies.core.sealed import digest_of, seal
-from trainer.data import packing
-from trainer.data.chats import NO_TEXT, SURROGATE, find_template
-from trainer.data.encoding import batched
-from trainer.data.prepare import (
+from deepstow.strategies.core.commit import added_folder
+from deepstow.strategies.core.sealed import digest_of, seal
+from deepstow.trainer.data import packing
+from deepstow.trainer.data.chats import NO_TEXT, SURROGATE, find_template
+from deepstow.trainer.data.encoding import batched
+from deepstow.trainer.data.prepare import (
     KIND,
     Contents,
     Opened,
@@ -37,15 +37,15 @@ from trainer.data.prepare import (
     strings_in,
     tokenizer_content,
 )
-from trainer.data.report import PATIENCE, Say, by_cause
-from trainer.data.sources import Row, Source
-from trainer.errors import DataError, kind, nearest
+from deepstow.trainer.data.report import PATIENCE, Say, by_cause
+from deepstow.trainer.data.sources import Row, Source
+from deepstow.trainer.errors import DataError, kind, nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from trainer.config.sections import DataSection, RunConfig
-    from trainer.tasks.task import Task
+    from deepstow.trainer.config.sections import DataSection, RunConfig
+    from deepstow.trainer.tasks.task import Task
 
 BATCH = 256
 
@@ -61,7 +61,7 @@ def prepare(
     *,
     compares: bool,
 ) -> Prepared:
-    """As ``trainer.data.prepare.prepare``, for ``task``. ``model`` knows the labels."""
+    """As ``deepstow.trainer.data.prepare.prepare``, for ``task``. ``model`` knows the labels."""
     data, seed = config.data, config.training.seed
     if named := data.chat_template or data.chat_template_path:
         tokenizer.chat_template = find_template(data, tokenizer).text

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.packing import MASKED
-from trainer.data.prepare import Prepared
-from trainer.errors import printable_lines
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.data.prepare import Prepared
+from deepstow.trainer.errors import printable_lines
 
 _HEAD, _TAIL = 40, 20  # tokens shown at either end of a long stretch
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strategies.core.commit import inside
-from strategies.core.sealed import digest_of
-from trainer.data import pydoc_rows
-from trainer.errors import DataError, first_line, kind, nearest, nearest_file
-from trainer.model import hub
-from trainer.model.hashes import hashes
+from deepstow.strategies.core.commit import inside
+from deepstow.strategies.core.sealed import digest_of
+from deepstow.trainer.data import pydoc_rows
+from deepstow.trainer.errors import DataError, first_line, kind, nearest, nearest_file
+from deepstow.trainer.model import hub
+from deepstow.trainer.model.hashes import hashes
 
 _INFO = "dataset_info.json"  # of Hugging Face's saved data, beside state.json; LLaMA-Factory's list of data sets, alone
 _STATE = "state.json"

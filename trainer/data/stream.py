@@ -14,13 +14,13 @@ import numpy as np
 import torch.utils.data
 from datasets import Features, IterableDataset, List, Value
 
-from trainer.data import packing
-from trainer.data.encoding import Part, batched, encoded, fitting
-from trainer.data.formats import Encoder
-from trainer.data.packing import Tokens
-from trainer.data.report import Document, Say
-from trainer.data.sources import Source
-from trainer.errors import DataError
+from deepstow.trainer.data import packing
+from deepstow.trainer.data.encoding import Part, batched, encoded, fitting
+from deepstow.trainer.data.formats import Encoder
+from deepstow.trainer.data.packing import Tokens
+from deepstow.trainer.data.report import Document, Say
+from deepstow.trainer.data.sources import Source
+from deepstow.trainer.errors import DataError
 
 _WINDOW = 512  # documents that are packed together
 

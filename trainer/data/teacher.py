@@ -32,30 +32,30 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 
-from strategies.core.commit import remove, replace_file, sync
-from strategies.core.sealed import digest_of, seal
-from strategies.core.sizes import human
-from strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers, keep_state
-from trainer.config.sections import ModelSection, QuantizationSection
-from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import Collator
-from trainer.data.packing import MASKED
-from trainer.data.prepare import is_whole
-from trainer.errors import ConfigError, DataError
-from trainer.machine.probe import disk_free_bytes
-from trainer.model import build, quantise
-from trainer.model.contents import contents
-from trainer.model.student import comparison, width_of
-from trainer.planning import facts
-from trainer.planning.streamed import placed, plan_within, weights_of
+from deepstow.strategies.core.commit import remove, replace_file, sync
+from deepstow.strategies.core.sealed import digest_of, seal
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers, keep_state
+from deepstow.trainer.config.sections import ModelSection, QuantizationSection
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.data.prepare import is_whole
+from deepstow.trainer.errors import ConfigError, DataError
+from deepstow.trainer.machine.probe import disk_free_bytes
+from deepstow.trainer.model import build, quantise
+from deepstow.trainer.model.contents import contents
+from deepstow.trainer.model.student import comparison, width_of
+from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.streamed import placed, plan_within, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
-    from trainer.data.prepare import Prepared
-    from trainer.data.report import Say
-    from trainer.machine.probe import Machine
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.data.prepare import Prepared
+    from deepstow.trainer.data.report import Say
+    from deepstow.trainer.machine.probe import Machine
 
 PART_BYTES = 64 << 20  # of answers that are written at once
 SAY_EVERY_S = 10

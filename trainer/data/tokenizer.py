@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from strategies.core.commit import added_folder
-from strategies.core.sealed import Damaged, digest_of, intact, read, seal
-from trainer.data.templates import CHATML
-from trainer.errors import ConfigError, DataError, first_line
-from trainer.model import folder as folder_of_model
-from trainer.model import hub
+from deepstow.strategies.core.commit import added_folder
+from deepstow.strategies.core.sealed import Damaged, digest_of, intact, read, seal
+from deepstow.trainer.data.templates import CHATML
+from deepstow.trainer.errors import ConfigError, DataError, first_line
+from deepstow.trainer.model import folder as folder_of_model
+from deepstow.trainer.model import hub
 
 if TYPE_CHECKING:
-    from trainer.config.sections import TrainTokenizer
+    from deepstow.trainer.config.sections import TrainTokenizer
 
 KIND = "tokenizer"  # in its manifest
 FILES = ("tokenizer*", "vocab*", "*.model")  # one of them is there where a tokenizer was saved

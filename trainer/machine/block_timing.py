@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from strategies.core.commit import replace_file
-from strategies.core.facts import Facts, UnitKind, UnitTimes
-from strategies.planner.step_cost import unit_seconds
+from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.core.facts import Facts, UnitKind, UnitTimes
+from deepstow.strategies.planner.step_cost import unit_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class UnitClock:
             yield
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        from strategies.engine.tensors.nested import tensors_in
+        from deepstow.strategies.engine.tensors.nested import tensors_in
 
         inputs = (each for each in tensors_in((args, kwargs)) if each.requires_grad and each.is_floating_point())
         if (first := next(inputs, None)) is not None:
@@ -77,7 +77,7 @@ class UnitClock:
         self.mark("in", name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        from strategies.engine.tensors.nested import tensors_in
+        from deepstow.strategies.engine.tensors.nested import tensors_in
 
         self.mark("out", name)
         nodes = (tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None)
@@ -187,7 +187,7 @@ def measure(
     """
     import torch
 
-    from strategies.engine.forward.blocks import find_blocks
+    from deepstow.strategies.engine.forward.blocks import find_blocks
 
     model: Any = make(BLOCKS)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts.run.precision.value, torch.float32)

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strategies.core.on_disk import part_bytes
-from strategies.core.sizes import human
-from strategies.engine.memory.arena import HostMemory
-from strategies.engine.memory.scratch_file import StripedFile
+from deepstow.strategies.core.on_disk import part_bytes
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.arena import HostMemory
+from deepstow.strategies.engine.memory.scratch_file import StripedFile
 
 PIECE = 64 << 20
 MOST_BYTES = 4 << 30  # of the file, or a quarter of what is free

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from strategies.core.commit import replace_file
-from strategies.core.facts import Facts
-from strategies.core.linears import ELEMENT_BYTES, LEGAL, Gemm, Route, Shape, Timing
-from strategies.core.sizes import human_duration
-from strategies.planner.gemm_routes import shapes_of
-from trainer.dist.ranks import Ranks
-from trainer.machine.profiles import kept, key_of
+from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.core.facts import Facts
+from deepstow.strategies.core.linears import ELEMENT_BYTES, LEGAL, Gemm, Route, Shape, Timing
+from deepstow.strategies.core.sizes import human_duration
+from deepstow.strategies.planner.gemm_routes import shapes_of
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.machine.profiles import kept, key_of
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
-    from trainer.machine.probe import Machine
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.machine.probe import Machine
 
 Timer = Callable[[], float]  # runs something and returns its seconds
 Say = Callable[[str], None]
@@ -52,7 +52,7 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     """
     import torch.distributed as dist
 
-    from trainer.dist.agreement import WEEK_S, agreement
+    from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 
     asked = next((found for strategy in config.strategies.values() if (found := strategy.gemm_timing())), None)
     if asked is None or machine.origin == "profile":
@@ -87,7 +87,7 @@ def place_of(machine: Machine, threads: int | None = None) -> str:
     """What timings depend on besides the shape; ``threads`` of a rank, None for those of this process."""
     import torch
 
-    from strategies.engine.memory import accelerator
+    from deepstow.strategies.engine.memory import accelerator
 
     if machine.device_kind == "cpu":
         runs = f"threads {threads or torch.get_num_threads()}"
@@ -134,8 +134,8 @@ def timers_of(shape: Shape, device: str) -> dict[str, Timer]:
     """What times each product over each route with torch's result, and writing the copy, by the names of ``Timing``."""
     import torch
 
-    from strategies.engine.forward import routed_linear
-    from trainer.machine.timing import timer
+    from deepstow.strategies.engine.forward import routed_linear
+    from deepstow.trainer.machine.timing import timer
 
     widths = (shape.outputs, shape.inputs) if shape.stored == "out_in" else (shape.inputs, shape.outputs)
     sizes = {"x": (shape.rows, shape.inputs), "grad": (shape.rows, shape.outputs), "weight": widths, "copy": widths}

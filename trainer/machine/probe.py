@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from strategies.core.facts import Rates
+from deepstow.strategies.core.facts import Rates
 
 GIB = 1024**3
 ROOT = Path("/")
@@ -88,7 +88,7 @@ def probe() -> Machine:
     """Probe this machine; with an accelerator this creates a context on the current device."""
     import torch
 
-    from strategies.engine.memory import accelerator
+    from deepstow.strategies.engine.memory import accelerator
 
     device = accelerator.current()
     name = "cpu" if device is None else accelerator.name_of(device)

@@ -42,10 +42,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from strategies.core.commit import replace_file
-from strategies.core.facts import HOST_UPDATE_BYTES, Rates
-from trainer.errors import ConfigError, nearest
-from trainer.machine.probe import GIB, ROOT, Machine, peak_flops
+from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
+from deepstow.trainer.errors import ConfigError, nearest
+from deepstow.trainer.machine.probe import GIB, ROOT, Machine, peak_flops
 
 # --- named -------------------------------------------------------------------------------------------------------
 

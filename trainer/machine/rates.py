@@ -35,19 +35,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.core.commit import refuse_unwritable
-from strategies.core.facts import HOST_UPDATE_BYTES, Rates
-from strategies.core.moments import HOST_CHUNK
-from strategies.engine.memory import accelerator
-from strategies.engine.transfer.transfer import Lane, transfer_for
-from strategies.engine.transfer.worker import Worker, spare_cores
-from strategies.engine.updating.optim import AdamW, Operands
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import WorldError, run_world
-from trainer.machine.disk_rates import measure as measure_disk
-from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
-from trainer.machine.profiles import StoredRates, key_of, save
-from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call, timer
+from deepstow.strategies.core.commit import refuse_unwritable
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
+from deepstow.strategies.core.moments import HOST_CHUNK
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.transfer.transfer import Lane, transfer_for
+from deepstow.strategies.engine.transfer.worker import Worker, spare_cores
+from deepstow.strategies.engine.updating.optim import AdamW, Operands
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import WorldError, run_world
+from deepstow.trainer.machine.disk_rates import measure as measure_disk
+from deepstow.trainer.machine.probe import cores, host_memory, others_cpu_s, probe
+from deepstow.trainer.machine.profiles import StoredRates, key_of, save
+from deepstow.trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call, timer
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns

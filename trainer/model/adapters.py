@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from strategies.core.layout import Layout
+    from deepstow.strategies.core.layout import Layout
 
 PREFIX = "base_model.model."  # peft's, of names in a model that has adapters
 OURS = {"loraplus_lr_ratio", "export"}  # keys that peft.LoraConfig does not have
@@ -37,7 +37,7 @@ def loraplus_groups(model: nn.Module, ratio: float) -> dict[str, int]:
 
 def merged(model: Any) -> PreTrainedModel:
     """The base with its adapters added to its weights: itself, or another model if it is quantised."""
-    from strategies.engine.tensors.quantised import is_quantised
+    from deepstow.strategies.engine.tensors.quantised import is_quantised
 
     base = model.get_base_model()
     if not any(map(is_quantised, base.parameters())):
@@ -58,7 +58,7 @@ def round_base(model: nn.Module, layout: Layout | None) -> None:
     """Round what was rounded to fp8 while ``layout`` trained, in a base that was loaded for its adapters. A weight that
     is so already does not change.
     """
-    from strategies.engine.tensors.fp8 import as_rounded
+    from deepstow.strategies.engine.tensors.fp8 import as_rounded
 
     buckets = [] if layout is None else [bucket for bucket in layout.buckets if bucket.in_fp8]
     names = {name.removeprefix(PREFIX) for bucket in buckets for name in bucket.params}
@@ -71,7 +71,7 @@ def _weights(model: Any) -> dict[str, Any]:
     """All parameters by name on the CPU, as they are computed with."""
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-    from strategies.engine.tensors.quantised import is_quantised
+    from deepstow.strategies.engine.tensors.quantised import is_quantised
 
     found = {}
     for path, module in model.named_modules():

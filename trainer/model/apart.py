@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from trainer.model import parts, tying
-from trainer.model.mapped import Spilled
+from deepstow.trainer.model import parts, tying
+from deepstow.trainer.model.mapped import Spilled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strategies.core.protocol import Phase, Refusal
-from trainer.errors import ConfigError
+from deepstow.strategies.core.protocol import Phase, Refusal
+from deepstow.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from trainer.config.sections import ModelSection, RunConfig
+    from deepstow.trainer.config.sections import ModelSection, RunConfig
 
 ELSE = "write sdpa, or sdpa_varlen, which needs no mask for packed rows"
 FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}  # their packages
@@ -32,7 +32,7 @@ def options(section: ModelSection) -> dict[str, str]:
     if section.attention_mask is not None:
         return _masked(section, section.attn_implementation or SDPA)
     if section.attn_implementation == VARLEN:
-        from strategies.backends import varlen
+        from deepstow.strategies.backends import varlen
 
         varlen.register()
     return {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
@@ -74,7 +74,7 @@ def sentence(section: ModelSection) -> str:
 
 
 def _masked(section: ModelSection, kernel: str) -> dict[str, str]:
-    from strategies.backends import sparse_mask
+    from deepstow.strategies.backends import sparse_mask
 
     assert section.attention_mask is not None
     return {"attn_implementation": sparse_mask.register(kernel, section.attention_mask.named)}

@@ -22,18 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.errors import ConfigError, first_line, nearest, nearest_file
-from trainer.model import attention, folder, hub, quantise
-from trainer.model.adapters import OURS
-from trainer.tasks.table import LANGUAGE
-from trainer.tasks.task import Task, loaded
+from deepstow.trainer.errors import ConfigError, first_line, nearest, nearest_file
+from deepstow.trainer.model import attention, folder, hub, quantise
+from deepstow.trainer.model.adapters import OURS
+from deepstow.trainer.tasks.table import LANGUAGE
+from deepstow.trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from trainer.config.sections import LoraSection, ModelSection
+    from deepstow.trainer.config.sections import LoraSection, ModelSection
 
 logger = logging.getLogger(__name__)
 REMOTE_CODE = (
@@ -168,8 +168,8 @@ def build(
     """
     import torch
 
-    from strategies.engine.tensors.quantised import keep_packing
-    from trainer.model import tying
+    from deepstow.strategies.engine.tensors.quantised import keep_packing
+    from deepstow.trainer.model import tying
 
     auto = loaded(task.model_class)
     dtype = getattr(torch, section.dtype)
@@ -349,7 +349,7 @@ def with_lora(model: PreTrainedModel, section: LoraSection, task: Task = LANGUAG
     wanted = lora_config(section, task)
     from peft import get_peft_model
 
-    from strategies.engine.tensors.quantised import is_quantised
+    from deepstow.strategies.engine.tensors.quantised import is_quantised
 
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in (section.modules_to_save or ()) and any(map(is_quantised, module.parameters())):

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.forward.compiled import INDUCTOR, compiled
-from trainer.errors import first_line
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.compiled import INDUCTOR, compiled
+from deepstow.trainer.errors import first_line
 
 
 class NotCompilable(Exception):

@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.planner.cuts import DEPTHS
-from trainer.errors import ConfigError, nearest
+from deepstow.strategies.planner.cuts import DEPTHS
+from deepstow.trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 HEADS, GROUPS = ("num_attention_heads", "n_head"), "num_key_value_heads"
 WIDTHS = ("hidden_size", "n_embd", "d_model")

@@ -10,15 +10,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.sealed import digest_of
-from trainer.errors import ConfigError
-from trainer.model import hub
-from trainer.model.hashes import hashes, stamp
+from deepstow.strategies.core.sealed import digest_of
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import hub
+from deepstow.trainer.model.hashes import hashes, stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainer.config.sections import ModelSection
+    from deepstow.trainer.config.sections import ModelSection
 
 ADAPTERS, OF_ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 FORMS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

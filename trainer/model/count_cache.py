@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from strategies.core.commit import replace_file
-from strategies.core.compose import degrees, requirements_of
-from strategies.core.protocol import Axis
-from trainer.model import folder
+from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.core.compose import degrees, requirements_of
+from deepstow.strategies.core.protocol import Axis
+from deepstow.trainer.model import folder
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]

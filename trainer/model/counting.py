@@ -27,17 +27,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
-from strategies.core.linears import ELEMENT_BYTES, Linear, Shape
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.forward.checkpointing import Names, stream_in
-from strategies.engine.forward.compiled import compiled
-from strategies.engine.forward.routed_linear import storage_of
-from strategies.engine.forward.token_slices import PRODUCT
-from strategies.engine.tensors.nested import tensors_in
-from strategies.engine.tensors.quantised import is_quantised, num_weights
-from trainer.model.params import EMBEDDING, HEAD, units_by_name
-from trainer.model.stubs import stubs
+from deepstow.strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
+from deepstow.strategies.core.linears import ELEMENT_BYTES, Linear, Shape
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.checkpointing import Names, stream_in
+from deepstow.strategies.engine.forward.compiled import compiled
+from deepstow.strategies.engine.forward.routed_linear import storage_of
+from deepstow.strategies.engine.forward.token_slices import PRODUCT
+from deepstow.strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.engine.tensors.quantised import is_quantised, num_weights
+from deepstow.trainer.model.params import EMBEDDING, HEAD, units_by_name
+from deepstow.trainer.model.stubs import stubs
 
 ALLOCATE = tuple(getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty"))
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from strategies.core.sizes import human
-from trainer.errors import ConfigError, first_line
-from trainer.model import config_keys, hub
+from deepstow.strategies.core.sizes import human
+from deepstow.trainer.errors import ConfigError, first_line
+from deepstow.trainer.model import config_keys, hub
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TENSORS, INDEX_OF_TENSORS = "pytorch_model.bin", "pytorch_model.bin.index.json"  # pickled

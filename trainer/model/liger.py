@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.model.attention import LIGER
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model.attention import LIGER
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 def counted(model: Any, config: RunConfig) -> Any:

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from strategies.core.sizes import human
-from strategies.engine.memory.checksums import Checksums
-from strategies.engine.memory.scratch_file import DiskError
-from trainer.errors import ConfigError
-from trainer.model import parts
-from trainer.model.build import tensors_of
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.checksums import Checksums
+from deepstow.strategies.engine.memory.scratch_file import DiskError
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import parts
+from deepstow.trainer.model.build import tensors_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trainer.dist.agreement import Agreement
+    from deepstow.trainer.distributed.agreement import Agreement
 
 PIECE_BYTES = 16 << 20
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from strategies.core.facts import Param
+from deepstow.strategies.core.facts import Param
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "embedding", "head"
 
 def units_by_name(model: nn.Module) -> dict[str, str]:
     """The unit of every parameter name, further names of tied parameters and of blocks included."""
-    from strategies.engine.forward.blocks import find_blocks
+    from deepstow.strategies.engine.forward.blocks import find_blocks
 
     paths = {block: path for path, block in find_blocks(model).items()}
     blocks = {name: paths[module] for name, module in model.named_modules(remove_duplicate=False) if module in paths}
@@ -51,7 +51,7 @@ def list_params(
         group_of: index of the optimizer's group by parameter name; frozen parameters have none.
         elsewhere, computing: what ``counting.py`` saw in a forward, if one was watched.
     """
-    from strategies.engine.forward.blocks import around_blocks
+    from deepstow.strategies.engine.forward.blocks import around_blocks
 
     elsewhere = around_blocks(model).union(elsewhere)
     unit_of = units_by_name(model)

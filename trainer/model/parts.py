@@ -28,16 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.backends.tensor_shards import Shard
-from strategies.engine.tensors.nested import tensors_in
-from strategies.engine.tensors.parameters import LATER, is_placeholder, placeholder
-from trainer.model.build import forget_marks, refuse_uninitialised, tensors_of
-from trainer.model.saved_tensors import NotInParts, saved_tensors
+from deepstow.strategies.backends.tensor_shards import Shard
+from deepstow.strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.engine.tensors.parameters import LATER, is_placeholder, placeholder
+from deepstow.trainer.model.build import forget_marks, refuse_uninitialised, tensors_of
+from deepstow.trainer.model.saved_tensors import NotInParts, saved_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from strategies.engine import StowOptimizer
+    from deepstow.strategies.engine import StowOptimizer
 
 Give = Callable[[str, Tensor], None]
 OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_")  # that need no value from before

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from strategies.core.facts import UnitKind
+from deepstow.strategies.core.facts import UnitKind
 
 if TYPE_CHECKING:
-    from strategies.core.facts import Param, Unit
-    from trainer.config.smaller_sections import PruneSection
+    from deepstow.strategies.core.facts import Param, Unit
+    from deepstow.trainer.config.smaller_sections import PruneSection
 
 SUFFIX = ".weight"
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import ConfigError
+from deepstow.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from trainer.config.sections import QuantizationSection
+    from deepstow.trainer.config.sections import QuantizationSection
 
 
 def config_of(section: QuantizationSection) -> Any:

@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose
-from strategies.core.facts import Home
-from strategies.core.layout import ALIGN_BYTES, Bucket, Layout, Site
-from strategies.core.plan import RUN, Stow
-from strategies.core.protocol import Refusal, Strategy
-from strategies.core.sizes import AUTO, parse_bytes, written
-from strategies.planner.buckets import block_bytes
-from strategies.planner.cuts import DEPTHS
-from strategies.planner.memory_rows import UPDATES
-from trainer.model.config_keys import WIDTHS, keys_of
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import ALIGN_BYTES, Bucket, Layout, Site
+from deepstow.strategies.core.plan import RUN, Stow
+from deepstow.strategies.core.protocol import Refusal, Strategy
+from deepstow.strategies.core.sizes import AUTO, parse_bytes, written
+from deepstow.strategies.planner.buckets import block_bytes
+from deepstow.strategies.planner.cuts import DEPTHS
+from deepstow.strategies.planner.memory_rows import UPDATES
+from deepstow.trainer.model.config_keys import WIDTHS, keys_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from strategies.core.facts import Facts
-    from strategies.core.plan import Plan
+    from deepstow.strategies.core.facts import Facts
+    from deepstow.strategies.core.plan import Plan
 
 LENGTH = 32
 # The names that Hugging Face configs have for these sizes, and the size in the copy.

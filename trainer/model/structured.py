@@ -18,15 +18,15 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.model.build import load_config
-from trainer.model.shrink import PER_LAYER
+from deepstow.trainer.model.build import load_config
+from deepstow.trainer.model.shrink import PER_LAYER
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-    from trainer.config.sections import RunConfig
-    from trainer.config.smaller_sections import PruneSection
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.config.smaller_sections import PruneSection
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 ALIGN = 8

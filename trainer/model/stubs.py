@@ -35,9 +35,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.forward.checkpointing import stream_in
-from strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.checkpointing import stream_in
+from deepstow.strategies.engine.tensors.nested import tensors_in
 
 READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)  # fake tensors have none
 PLAIN = (bool, int, float, str, type(None))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from strategies.engine.forward.distilled_loss import TEACHER, Distillation, distil
+from deepstow.strategies.engine.forward.distilled_loss import TEACHER, Distillation, distil
 
 __all__ = ["TEACHER", "comparison", "learn", "width_of"]
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 def width_of(text_config: Any) -> int:

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.core.facts import NO_WORK, InChunks, Temporaries
-from strategies.engine.forward import chunked_loss
-from strategies.engine.tensors.nested import tensors_in
-from trainer.model.compiled import NotCompilable, as_graphs
-from trainer.model.counting import ALLOCATE, Counter, touched_by
-from trainer.model.params import EMBEDDING, HEAD
-from trainer.model.stubs import find_alike, materialise, stubs
+from deepstow.strategies.core.facts import NO_WORK, InChunks, Temporaries
+from deepstow.strategies.engine.forward import chunked_loss
+from deepstow.strategies.engine.tensors.nested import tensors_in
+from deepstow.trainer.model.compiled import NotCompilable, as_graphs
+from deepstow.trainer.model.counting import ALLOCATE, Counter, touched_by
+from deepstow.trainer.model.params import EMBEDDING, HEAD
+from deepstow.trainer.model.stubs import find_alike, materialise, stubs
 
 logger = logging.getLogger(__name__)
 Call = Callable[[], Any]  # one forward

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from strategies.backends import scattered
-from strategies.backends.autotp import Cut, cut_of
-from strategies.core.linears import Linear
+from deepstow.strategies.backends import scattered
+from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.core.linears import Linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

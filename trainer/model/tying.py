@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
-from trainer.model.saved_tensors import renamed, rows_in_files
-from trainer.tasks.task import loaded
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model.saved_tensors import renamed, rows_in_files
+from deepstow.trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from trainer.tasks.task import Task
+    from deepstow.trainer.tasks.task import Task
 
 KEY = "tie_word_embeddings"
 PIECE_ROWS = 4096

@@ -40,8 +40,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.forward.effects import source
-from trainer.errors import first_line
+from deepstow.strategies.engine.forward.effects import source
+from deepstow.trainer.errors import first_line
 
 T = TypeVar("T")
 LARGE, COPIED_BYTES, MOST_OBJECTS = 1_000, 1 << 16, 1_000_000

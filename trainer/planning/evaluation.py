@@ -15,16 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.sizes import human
-from trainer.errors import ConfigError, first_line
-from trainer.model.count_cache import cached
-from trainer.planning import facts
-from trainer.planning.from_config import budget_of
-from trainer.tasks.table import TASKS
+from deepstow.strategies.core.sizes import human
+from deepstow.trainer.errors import ConfigError, first_line
+from deepstow.trainer.model.count_cache import cached
+from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.from_config import budget_of
+from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import RunConfig
 
 KEY = "training.per_device_eval_batch_size"
 DEFAULT = 8  # Hugging Face's
@@ -85,9 +85,9 @@ def count(config: RunConfig, rows: int) -> Evaluation:
     """Run one row and so many ``rows`` forward on fake tensors, without gradients, with the losses of tokens."""
     import torch
 
-    from strategies.engine.tensors import quantised
-    from trainer.model.stubs import fake_tensors
-    from trainer.model.temporaries import peak_of
+    from deepstow.strategies.engine.tensors import quantised
+    from deepstow.trainer.model.stubs import fake_tensors
+    from deepstow.trainer.model.temporaries import peak_of
 
     task = TASKS[config.task]
     model = facts.meta_model(config)
@@ -109,7 +109,7 @@ def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:
     import torch
     from accelerate.utils import convert_to_fp32
 
-    from trainer.tasks.task import losses_of, scores
+    from deepstow.trainer.tasks.task import losses_of, scores
 
     task, autocast = TASKS[config.task], facts.autocast_of(config)
     given, labels = dict(inputs), None

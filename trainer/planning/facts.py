@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import casts, degrees, requirements_of
-from strategies.core.facts import (
+from deepstow.strategies.core.compose import casts, degrees, requirements_of
+from deepstow.strategies.core.facts import (
     IN_ORDER,
     Facts,
     MachineFacts,
@@ -29,27 +29,27 @@ from strategies.core.facts import (
     Unit,
     UnitKind,
 )
-from strategies.core.linears import Linear
-from strategies.core.optimizers import moments_of
-from strategies.core.protocol import Axis, Phase, Refusal, Requirement
-from trainer.errors import ConfigError, first_line
-from trainer.machine.profiles import known_rates
-from trainer.model import attention, config_keys, hub, loss_terms, pruned
-from trainer.model.adapters import loraplus_groups
-from trainer.model.build import with_lora
-from trainer.model.count_cache import cached
-from trainer.model.params import decay_groups, list_params
-from trainer.model.quantise import quantise
-from trainer.model.structured import config_of
-from trainer.planning import positions
-from trainer.tasks.table import TASKS
-from trainer.tasks.task import loaded
+from deepstow.strategies.core.linears import Linear
+from deepstow.strategies.core.optimizers import moments_of
+from deepstow.strategies.core.protocol import Axis, Phase, Refusal, Requirement
+from deepstow.trainer.errors import ConfigError, first_line
+from deepstow.trainer.machine.profiles import known_rates
+from deepstow.trainer.model import attention, config_keys, hub, loss_terms, pruned
+from deepstow.trainer.model.adapters import loraplus_groups
+from deepstow.trainer.model.build import with_lora
+from deepstow.trainer.model.count_cache import cached
+from deepstow.trainer.model.params import decay_groups, list_params
+from deepstow.trainer.model.quantise import quantise
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning import positions
+from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from trainer.config.sections import RunConfig
-    from trainer.machine.probe import Machine
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.machine.probe import Machine
 
 # Resident memory besides tensors. On CPU with torch, Transformers and datasets: 600 to 632 MiB in small runs, workspace
 # of a few kernels included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
@@ -202,7 +202,7 @@ def asked(count: ModelCount, config: RunConfig) -> ModelCount:
 
 def saved_without_mask(config: RunConfig) -> dict[str, int]:
     """Bytes that each unit saves of full rows of one document each. Random numbers go on as if nothing was counted."""
-    from trainer.model.undisturbed import undisturbed
+    from deepstow.trainer.model.undisturbed import undisturbed
 
     with undisturbed():
         return {unit.name: unit.saved_bytes for unit in counted(config, masked=False).units}
@@ -216,7 +216,7 @@ def counted(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
 def meta_model(config: RunConfig) -> Any:
     """The configured model on the meta device; one rank's part of it, where tensor ranks divide layers."""
-    from trainer.model import liger, qat, tensor_share
+    from deepstow.trainer.model import liger, qat, tensor_share
 
     model: Any = liger.counted(qat.counted(_meta_model(config), config), config)
     positions.refuse(config, model)
@@ -253,10 +253,10 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """
     import torch
 
-    from strategies.engine.forward.compiled import compile_blocks
-    from strategies.engine.tensors import quantised
-    from trainer.model import student, tensor_share
-    from trainer.model.stubs import fake_tensors
+    from deepstow.strategies.engine.forward.compiled import compile_blocks
+    from deepstow.strategies.engine.tensors import quantised
+    from deepstow.trainer.model import student, tensor_share
+    from deepstow.trainer.model.stubs import fake_tensors
 
     precision, task = precision_of(config), TASKS[config.task]
     autocast = autocast_of(config)
@@ -314,8 +314,8 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
     """``call``, counted. Raise ConfigError if forward fails on rows of this ``shape``, or no block can be compiled."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
-    from trainer.model.compiled import NotCompilable
-    from trainer.model.temporaries import count
+    from deepstow.trainer.model.compiled import NotCompilable
+    from deepstow.trainer.model.temporaries import count
 
     try:
         return count(model, call)
@@ -339,7 +339,7 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
     ids, slices = torch.zeros(shape, dtype=torch.long), run_facts(config, 1).slices
     inputs = {"input_ids": ids, **TASKS[config.task].targets(ids, config)}
     if slices > 1:  # attention over slices takes no mask
-        from strategies.backends import ulysses
+        from deepstow.strategies.backends import ulysses
 
         return ulysses.count(model, slices).slice_of(inputs)
     name = str(config.model.attn_implementation)
@@ -355,7 +355,7 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
 
 def _numbers(model: Any, counter: Any) -> dict[str, Any]:
     """Of the experts of a layer, how many there are and a token is sent to; positions; of the head."""
-    from trainer.model.tensor_share import head_words, is_tied
+    from deepstow.trainer.model.tensor_share import head_words, is_tied
 
     counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
     sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
@@ -414,7 +414,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device. Modules of fake tensors cannot be moved or cast, and peft does that."""
     import torch
 
-    from trainer.model import tying
+    from deepstow.trainer.model import tying
 
     section, task = config.model, TASKS[config.task]
     auto = loaded(task.model_class)

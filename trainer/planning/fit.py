@@ -21,25 +21,25 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from strategies.core.facts import Home
-from strategies.core.plan import Plan
-from strategies.core.protocol import Phase
-from strategies.core.registry import available, find
-from strategies.core.sizes import SHARE, human
-from strategies.planner.budget import device_budget
-from strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
-from strategies.report.table import table
-from trainer.config.load import build, load_tree, merged
-from trainer.config.yaml_file import one_line
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError, TooLargeError
-from trainer.planning.facts import precision_of
-from trainer.planning.from_config import plans_of
-from trainer.tasks.table import TASKS
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.protocol import Phase
+from deepstow.strategies.core.registry import available, find
+from deepstow.strategies.core.sizes import SHARE, human
+from deepstow.strategies.planner.budget import device_budget
+from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
+from deepstow.strategies.report.table import table
+from deepstow.trainer.config.load import build, load_tree, merged
+from deepstow.trainer.config.yaml_file import one_line
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError, TooLargeError
+from deepstow.trainer.planning.facts import precision_of
+from deepstow.trainer.planning.from_config import plans_of
+from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
-    from trainer.machine.probe import Machine
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.machine.probe import Machine
 
 MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
 LORA_SECTION = {"r": 16, "target_modules": "all-linear"}

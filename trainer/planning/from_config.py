@@ -12,25 +12,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.backends.autotp import DIVIDED, IN_SLICES
-from strategies.core.compose import compose, in_order, refusals, requirements_of
-from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
-from strategies.core.sizes import human
-from strategies.planner.hybrid.chunks import divisors
-from trainer.errors import ConfigError, TooLargeError
-from trainer.machine import block_timing, gemm_timing
-from trainer.model import attention, build
-from trainer.model.shrink import PER_LAYER
-from trainer.model.structured import config_of
-from trainer.planning import facts
-from trainer.tasks.table import TASKS, only_language
+from deepstow.strategies.backends.autotp import DIVIDED, IN_SLICES
+from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
+from deepstow.strategies.core.plan import Conflict, Home, Plan
+from deepstow.strategies.core.protocol import MemoryRefusal, Refusal, Requirement
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.hybrid.chunks import divisors
+from deepstow.trainer.errors import ConfigError, TooLargeError
+from deepstow.trainer.machine import block_timing, gemm_timing
+from deepstow.trainer.model import attention, build
+from deepstow.trainer.model.shrink import PER_LAYER
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning import facts
+from deepstow.trainer.tasks.table import TASKS, only_language
 
 if TYPE_CHECKING:
-    from strategies.core.facts import Facts
-    from trainer.config.sections import RunConfig
-    from trainer.dist.ranks import Ranks
-    from trainer.machine.probe import Machine
+    from deepstow.strategies.core.facts import Facts
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.ranks import Ranks
+    from deepstow.trainer.machine.probe import Machine
 
 WRITTEN = (
     "config.yaml",
@@ -157,7 +157,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         if config.training.max_steps > 0:
             found += strategy.refuses_steps(config.training.max_steps)
     if installed:
-        from strategies.engine.memory import accelerator
+        from deepstow.strategies.engine.memory import accelerator
 
         on_cpu = bool(config.training.use_cpu) or accelerator.kind() is None
         found += attention.refusals(config, on_cpu=on_cpu)
@@ -177,7 +177,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             found.append(Refusal("export.format", "onnx", what))
     compiles = config.training.compile_key
     if installed and compiles and config.training.compile_backend:
-        from strategies.engine.forward import compiled
+        from deepstow.strategies.engine.forward import compiled
 
         if why := compiled.missing(config.training.compile_backend, on_cpu=on_cpu):
             found.append(Refusal(f"training.{compiles}", getattr(config.training, compiles), why))
@@ -205,7 +205,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     known = replace(known, unit_times=block_timing.read(folder, known, "unit_times"))  # for a run that is resumed
 
     def make(blocks: int) -> Any:
-        from strategies.engine.forward.compiled import compile_blocks
+        from deepstow.strategies.engine.forward.compiled import compile_blocks
 
         section = config.model
         hf_config = config_of(config)

@@ -16,36 +16,36 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import degrees as degrees_of
-from strategies.core.compression import Compression
-from strategies.core.facts import Facts, Param, Rates, UnitKind
-from strategies.core.protocol import Axis, Refusal
-from strategies.core.sizes import human
-from strategies.planner.activation_policy import by_policy
-from strategies.planner.compressed import words
-from strategies.planner.hybrid import keys
-from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.hybrid.degrees import Degrees, Size
-from strategies.planner.hybrid.parts import Known, Models
-from strategies.planner.hybrid.search import Options, hybrid
-from strategies.planner.hybrid.step_seconds import Pricing
-from strategies.planner.step_cost import plan_cost, step_flops
-from strategies.report import hybrid_table, run_budget
-from strategies.report.run_budget import Asked, Step
-from trainer.config.load import build
-from trainer.errors import ConfigError, first_line
-from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
-from trainer.model.structured import config_of
-from trainer.planning.facts import check_model, gather, run_facts
-from trainer.planning.fit import changes
-from trainer.planning.from_config import narrowed
-from trainer.tasks.table import only_language
+from deepstow.strategies.core.compose import degrees as degrees_of
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Facts, Param, Rates, UnitKind
+from deepstow.strategies.core.protocol import Axis, Refusal
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.activation_policy import by_policy
+from deepstow.strategies.planner.compressed import words
+from deepstow.strategies.planner.hybrid import keys
+from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size
+from deepstow.strategies.planner.hybrid.parts import Known, Models
+from deepstow.strategies.planner.hybrid.search import Options, hybrid
+from deepstow.strategies.planner.hybrid.step_seconds import Pricing
+from deepstow.strategies.planner.step_cost import plan_cost, step_flops
+from deepstow.strategies.report import hybrid_table, run_budget
+from deepstow.strategies.report.run_budget import Asked, Step
+from deepstow.trainer.config.load import build
+from deepstow.trainer.errors import ConfigError, first_line
+from deepstow.trainer.machine.profiles import COMMAND, across, known_rates, stored_at
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning.facts import check_model, gather, run_facts
+from deepstow.trainer.planning.fit import changes
+from deepstow.trainer.planning.from_config import narrowed
+from deepstow.trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
-    from trainer.dist.ranks import Ranks
-    from trainer.machine.probe import Machine
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.ranks import Ranks
+    from deepstow.trainer.machine.probe import Machine
 
 MICRO_BATCHES = (1, 2, 4)
 Say = Callable[[str], None]

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from trainer.config.check import check
-from trainer.config.sections import RunConfig
-from trainer.errors import ConfigError
-from trainer.model import attention
-from trainer.planning import facts
-from trainer.planning.from_config import check_options
+from deepstow.trainer.config.check import check
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import attention
+from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.from_config import check_options
 
 
 def settled(config: RunConfig, world_size: int, *, here: bool, say: Callable[[str], None]) -> RunConfig:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from strategies.core.plan import Home, Kind, Plan, When
-from strategies.core.sizes import human
-from strategies.planner.simulate import TraceEvent
-from strategies.planner.step_cost import StepCost
-from strategies.planner.tasks import Resource
-from strategies.report.full_report import headline
+from deepstow.strategies.core.plan import Home, Kind, Plan, When
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.simulate import TraceEvent
+from deepstow.strategies.planner.step_cost import StepCost
+from deepstow.strategies.planner.tasks import Resource
+from deepstow.strategies.report.full_report import headline
 
 WIDTH, ROW, LEFT, MARGIN, CURVE = 1400, 54, 110, 24, 190
 TITLE, AXIS, BAR = 78, 34, 90

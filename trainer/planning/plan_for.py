@@ -14,21 +14,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose
-from strategies.core.facts import Precision, RunFacts
-from strategies.core.moments import MomentsAs
-from strategies.core.plan import Plan
-from strategies.core.registry import find
-from trainer.dist.ranks import from_environment
-from trainer.errors import CountingError, first_line
-from trainer.machine.probe import Machine, probe
-from trainer.model.params import list_params
-from trainer.planning.facts import ModelCount, machine_facts
+from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.facts import Precision, RunFacts
+from deepstow.strategies.core.moments import MomentsAs
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.registry import find
+from deepstow.trainer.distributed.ranks import from_environment
+from deepstow.trainer.errors import CountingError, first_line
+from deepstow.trainer.machine.probe import Machine, probe
+from deepstow.trainer.model.params import list_params
+from deepstow.trainer.planning.facts import ModelCount, machine_facts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainer.model.counting import Counter
+    from deepstow.trainer.model.counting import Counter
 
     Batch = tuple[int, int] | Mapping[str, Any]
     Groups = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
@@ -79,7 +79,7 @@ def plan_for(
     """
     import torch.distributed as dist
 
-    from strategies.engine.tensors.quantised import KINDS
+    from deepstow.strategies.engine.tensors.quantised import KINDS
 
     groups = _group_names(model, params)
     plain = (each for each in model.parameters() if type(each).__name__ not in KINDS)
@@ -147,8 +147,8 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     """Count a live model, which is left unchanged. Every parameter is computed in its own dtype; those whose names are
     not in ``groups`` are frozen. With no batch nothing is run. Raises CountingError.
     """
-    from strategies.engine.tensors.quantised import scales_bytes
-    from trainer.model.counting import Counter
+    from deepstow.strategies.engine.tensors.quantised import scales_bytes
+    from deepstow.trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     found = Counter(model) if batch is None else _counted(model, batch)
@@ -166,11 +166,11 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
-    from strategies.engine.tensors.quantised import counted_with, is_quantised
-    from trainer.model import liger
-    from trainer.model.stubs import fake_tensors
-    from trainer.model.temporaries import count
-    from trainer.model.undisturbed import undisturbed
+    from deepstow.strategies.engine.tensors.quantised import counted_with, is_quantised
+    from deepstow.trainer.model import liger
+    from deepstow.trainer.model.stubs import fake_tensors
+    from deepstow.trainer.model.temporaries import count
+    from deepstow.trainer.model.undisturbed import undisturbed
 
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.yaml_file import error_line
+from deepstow.trainer.config.yaml_file import error_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 def refuse(config: RunConfig, model: Any) -> None:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from strategies.core.protocol import Refusal
-from strategies.core.sizes import human
-from strategies.engine import stow
-from strategies.engine.tensors.quantised import scales_bytes
-from trainer.errors import first_line
-from trainer.planning.plan_for import plan_for
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine import stow
+from deepstow.strategies.engine.tensors.quantised import scales_bytes
+from deepstow.trainer.errors import first_line
+from deepstow.trainer.planning.plan_for import plan_for
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
-    from trainer.machine.probe import Machine
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.machine.probe import Machine
 
 
 def weights_of(model: Any) -> int:

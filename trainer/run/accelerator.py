@@ -25,20 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_map_only
 
-from strategies.backends import tensor_shards, two_level
-from strategies.core.grid import Grid
-from strategies.engine import StowOptimizer, stowed_by
-from trainer.run import loading
+from deepstow.strategies.backends import tensor_shards, two_level
+from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.engine import StowOptimizer, stowed_by
+from deepstow.trainer.run import loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-    from strategies.backends.compressed import Compressed
-    from strategies.backends.expert_parts import ExpertParts
-    from strategies.backends.pipeline_gradients import StageGradients
-    from strategies.engine.ranks.two_level import TwoLevel
+    from deepstow.strategies.backends.compressed import Compressed
+    from deepstow.strategies.backends.expert_parts import ExpertParts
+    from deepstow.strategies.backends.pipeline_gradients import StageGradients
+    from deepstow.strategies.engine.ranks.two_level import TwoLevel
 
 
 class StowAccelerator(Accelerator):

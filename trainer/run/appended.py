@@ -13,8 +13,8 @@ import errno
 from contextlib import suppress
 from pathlib import Path
 
-from strategies.core.commit import replace_file
-from trainer.errors import write_line
+from deepstow.strategies.core.commit import replace_file
+from deepstow.trainer.errors import write_line
 
 
 class Mounted:

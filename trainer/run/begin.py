@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from strategies.core.commit import replace_file
-from trainer.machine import block_timing
-from trainer.run import checkpoint, earlier, inputs
-from trainer.run.earlier import CannotBegin
+from deepstow.strategies.core.commit import replace_file
+from deepstow.trainer.machine import block_timing
+from deepstow.trainer.run import checkpoint, earlier, inputs
+from deepstow.trainer.run.earlier import CannotBegin
 
 if TYPE_CHECKING:
-    from trainer.dist.agreement import Agreement
-    from trainer.run.order import Run
+    from deepstow.trainer.distributed.agreement import Agreement
+    from deepstow.trainer.run.order import Run
 
 
 class Begin(TrainerCallback):

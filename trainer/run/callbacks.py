@@ -27,21 +27,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
-from strategies.core.sizes import human, human_duration, human_number
-from strategies.engine.forward.routed_linear import weights_changed
-from strategies.engine.memory import accelerator
-from trainer.data.packing import MASKED
-from trainer.dist.ranks import limit_groups
-from trainer.errors import ConfigError, first_line, nearest, write_line
-from trainer.machine.probe import status_bytes
-from trainer.planning.positions import declared
-from trainer.run.appended import Appended
+from deepstow.strategies.core.sizes import human, human_duration, human_number
+from deepstow.strategies.engine.forward.routed_linear import weights_changed
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.distributed.ranks import limit_groups
+from deepstow.trainer.errors import ConfigError, first_line, nearest, write_line
+from deepstow.trainer.machine.probe import status_bytes
+from deepstow.trainer.planning.positions import declared
+from deepstow.trainer.run.appended import Appended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
-    from trainer.dist.watchdog import Watchdog
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.watchdog import Watchdog
 
 SAID = (
     "perplexity",

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from strategies.backends.tensor_shards import Shard
-from strategies.core.compose import in_order
-from strategies.core.facts import Precision
-from strategies.engine.forward.compiled import compile_blocks
-from strategies.engine.tensors.quantised import is_quantised
-from trainer.model.build import with_lora
-from trainer.run.quantized import round_in_forward
-from trainer.tasks.table import TASKS
+from deepstow.strategies.backends.tensor_shards import Shard
+from deepstow.strategies.core.compose import in_order
+from deepstow.strategies.core.facts import Precision
+from deepstow.strategies.engine.forward.compiled import compile_blocks
+from deepstow.strategies.engine.tensors.quantised import is_quantised
+from deepstow.trainer.model.build import with_lora
+from deepstow.trainer.run.quantized import round_in_forward
+from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from strategies.core.plan import Plan
-    from trainer.config.sections import ModelSection, RunConfig
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import ModelSection, RunConfig
 
 
 def loads_spans(config: RunConfig, plan: Plan) -> bool:

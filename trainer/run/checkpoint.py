@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from strategies.core import sealed
-from strategies.core.commit import EARLIER, remove, restore_earlier
-from strategies.core.sealed import MANIFEST, Damaged
+from deepstow.strategies.core import sealed
+from deepstow.strategies.core.commit import EARLIER, remove, restore_earlier
+from deepstow.strategies.core.sealed import MANIFEST, Damaged
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 KIND = "checkpoint"
 PACKAGES = ("deepstow", "torch", "transformers", "deepspeed", "accelerate", "peft")

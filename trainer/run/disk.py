@@ -18,10 +18,10 @@ from datasets import config as datasets_config
 from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
-from trainer.run.checkpoint import complete
+from deepstow.trainer.run.checkpoint import complete
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 DENIED = (errno.EACCES, errno.EPERM)

@@ -26,15 +26,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.commit import remove, replace_file, sync
-from strategies.core.sealed import MANIFEST, Damaged, read, size_and_hash
-from trainer.errors import ExitCode, UserError
-from trainer.run import checkpoint, finished
-from trainer.run.checkpoint import DELETED, TRAINER_STATE, Found
-from trainer.run.history import records
+from deepstow.strategies.core.commit import remove, replace_file, sync
+from deepstow.strategies.core.sealed import MANIFEST, Damaged, read, size_and_hash
+from deepstow.trainer.errors import ExitCode, UserError
+from deepstow.trainer.run import checkpoint, finished
+from deepstow.trainer.run.checkpoint import DELETED, TRAINER_STATE, Found
+from deepstow.trainer.run.history import records
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 METRICS = "metrics.jsonl"
 SETTINGS = ("config.yaml", "plan.json", "plan.txt", "ds_config.json", "facts.json")  # written anew by each start

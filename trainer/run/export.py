@@ -31,29 +31,29 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from strategies.backends.tensor_shards import whole_shape
-from strategies.core.commit import inside, replaced_folder, same_modes
-from strategies.core.sealed import seal, size_and_hash
-from strategies.engine.tensors.quantised import keep_packing
-from trainer.data.sources import is_on_hub
-from trainer.model import apart, attention, build, hub, qat, quantise
-from trainer.model.adapters import merged, round_base
-from trainer.model.mapped import Spilled
-from trainer.run import disk, structured
-from trainer.run.callbacks import of_best, perplexity
-from trainer.run.checkpoint import versions
-from trainer.run.finished import KIND, NAME
-from trainer.run.nonfinite import NonFinite
-from trainer.run.resume_rules import RULES, SILENT
-from trainer.run.trainer import Trainer
-from trainer.tasks.table import TASKS
-from trainer.tasks.task import Task, loaded, scores
+from deepstow.strategies.backends.tensor_shards import whole_shape
+from deepstow.strategies.core.commit import inside, replaced_folder, same_modes
+from deepstow.strategies.core.sealed import seal, size_and_hash
+from deepstow.strategies.engine.tensors.quantised import keep_packing
+from deepstow.trainer.data.sources import is_on_hub
+from deepstow.trainer.model import apart, attention, build, hub, qat, quantise
+from deepstow.trainer.model.adapters import merged, round_base
+from deepstow.trainer.model.mapped import Spilled
+from deepstow.trainer.run import disk, structured
+from deepstow.trainer.run.callbacks import of_best, perplexity
+from deepstow.trainer.run.checkpoint import versions
+from deepstow.trainer.run.finished import KIND, NAME
+from deepstow.trainer.run.nonfinite import NonFinite
+from deepstow.trainer.run.resume_rules import RULES, SILENT
+from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import Task, loaded, scores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerState
 
-    from strategies.core.protocol import Parity
-    from trainer.config.sections import RunConfig
+    from deepstow.strategies.core.protocol import Parity
+    from deepstow.trainer.config.sections import RunConfig
 
 PROBE_TOKENS = 32
 UNOPENED = (RuntimeError, OSError, ValueError, SafetensorError)  # of what cannot be loaded

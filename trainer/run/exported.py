@@ -21,13 +21,13 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM
 
-from trainer.errors import first_line, write_line
-from trainer.model.shrink import small_copy
-from trainer.model.structured import config_of
-from trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError, after
+from deepstow.trainer.errors import first_line, write_line
+from deepstow.trainer.model.shrink import small_copy
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError, after
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 TRACED = (2, 12)  # rows and tokens
 USE = {

@@ -12,14 +12,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core import sealed
-from strategies.core.sealed import Damaged, intact
-from trainer.run import checkpoint
-from trainer.run.resume_rules import MOVES, SAID, rule_of
+from deepstow.strategies.core import sealed
+from deepstow.strategies.core.sealed import Damaged, intact
+from deepstow.trainer.run import checkpoint
+from deepstow.trainer.run.resume_rules import MOVES, SAID, rule_of
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
-    from trainer.run.checkpoint import Found
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.run.checkpoint import Found
 
 KIND, NAME = "export", "export"  # in its manifest, and its folder
 OF, BEST = "checkpoint", "best"  # the digests in its manifest

@@ -12,18 +12,18 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import MANIFEST, intact, seal, size_and_hash
-from trainer.errors import write_line
-from trainer.run import earlier, exported, quantized
-from trainer.run.earlier import FURTHER
-from trainer.run.export import ExportError
+from deepstow.strategies.core.commit import replaced_folder, same_modes
+from deepstow.strategies.core.sealed import MANIFEST, intact, seal, size_and_hash
+from deepstow.trainer.errors import write_line
+from deepstow.trainer.run import earlier, exported, quantized
+from deepstow.trainer.run.earlier import FURTHER
+from deepstow.trainer.run.export import ExportError
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 PROGRAMS = {"torch": "torch_export", "onnx": "onnx", "gguf": "gguf"}  # by the end of the folder's name
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from strategies.core.sizes import human, human_number
-from trainer.config import yaml_file
-from trainer.errors import DataError, printable
-from trainer.planning.picture import FONT, GRID, INK, axis
-from trainer.run import foreign
+from deepstow.strategies.core.sizes import human, human_number
+from deepstow.trainer.config import yaml_file
+from deepstow.trainer.errors import DataError, printable
+from deepstow.trainer.planning.picture import FONT, GRID, INK, axis
+from deepstow.trainer.run import foreign
 
 WIDTH, HEIGHT, LEFT, MARGIN = 1200, 700, 90, 30
 COLOURS = ((60, 100, 150), (196, 120, 40))

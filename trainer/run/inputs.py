@@ -21,17 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data import teacher
-from trainer.data.sources import is_saved
-from trainer.dist.agreement import WEEK_S, agreement
-from trainer.model import build, contents
-from trainer.tasks.table import TASKS
+from deepstow.trainer.data import teacher
+from deepstow.trainer.data.sources import is_saved
+from deepstow.trainer.distributed.agreement import WEEK_S, agreement
+from deepstow.trainer.model import build, contents
+from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
-    from trainer.dist.ranks import Ranks
-    from trainer.run.checkpoint import About
-    from trainer.run.resuming import Resumed
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.ranks import Ranks
+    from deepstow.trainer.run.checkpoint import About
+    from deepstow.trainer.run.resuming import Resumed
 
 PLACE = "model.name_or_path"
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
 
-from trainer.dist.exit_file import ExitFile
-from trainer.dist.ranks import Ranks
-from trainer.errors import write_line
-from trainer.run import screen
-from trainer.run.history import History
+from deepstow.trainer.distributed.exit_file import ExitFile
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import write_line
+from deepstow.trainer.run import screen
+from deepstow.trainer.run.history import History
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 EVERY_S, SHARE = 1.0, 0.01
 FEWEST = 6  # rows that stay for lines, and rows that the screen takes at least

@@ -28,15 +28,15 @@ import psutil
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from strategies.core.sizes import human
-from trainer.errors import ExitCode, first_line
+from deepstow.strategies.core.sizes import human
+from deepstow.trainer.errors import ExitCode, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.utils.data import DataLoader
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 SHARED = Path("/dev/shm")
 LOOK_S, LOOKS = 30.0, 8  # between two looks at loading processes, and at least so many per timeout

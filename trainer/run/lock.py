@@ -33,12 +33,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from strategies.core.processes import lives, started_at
-from trainer.dist.exit_file import ROOM
-from trainer.errors import write_line
+from deepstow.strategies.core.processes import lives, started_at
+from deepstow.trainer.distributed.exit_file import ROOM
+from deepstow.trainer.errors import write_line
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 NAME = "run.lock"
 KEY = "training.output_dir"

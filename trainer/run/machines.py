@@ -14,19 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strategies.core.on_disk import file_bytes
-from strategies.engine.memory.scratch_file import StripedFile
-from trainer.dist.agreement import agreement
-from trainer.errors import ConfigError
-from trainer.machine.profiles import stored_at
+from deepstow.strategies.core.on_disk import file_bytes
+from deepstow.strategies.engine.memory.scratch_file import StripedFile
+from deepstow.trainer.distributed.agreement import agreement
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.machine.profiles import stored_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
-    from trainer.dist.ranks import Ranks
-    from trainer.machine.probe import Machine
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.ranks import Ranks
+    from deepstow.trainer.machine.probe import Machine
 
 KEY = "strategies.offload.disk"
 TIMEOUT_S = 1800

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from trainer.errors import first_line, nearest
+from deepstow.trainer.errors import first_line, nearest
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 KEYS = ("compute_metrics", "preprocess_logits_for_metrics")
 TAKEN = ("loss", "tokens", "perplexity", "runtime", "per_second")  # ends of names

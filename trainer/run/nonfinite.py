@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
-from strategies.engine.tensors.nested import tensors_in
-from trainer.errors import ExitCode, UserError
-from trainer.run.pipeline_trainer import PipelineTrainer
+from deepstow.strategies.engine.tensors.nested import tensors_in
+from deepstow.trainer.errors import ExitCode, UserError
+from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
 
 MINIMAL_SCALE = 1.0
 DEEPSPEED_SAYS = "Current loss scale already at minimum"

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strategies.core.common_host import mapped_bytes
-from strategies.core.peak import passes_peak
-from strategies.core.plan import Home, Kind, Plan
-from strategies.core.sizes import human
-from strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
-from strategies.report import plan_table
-from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
+from deepstow.strategies.core.common_host import mapped_bytes
+from deepstow.strategies.core.peak import passes_peak
+from deepstow.strategies.core.plan import Home, Kind, Plan
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
+from deepstow.strategies.report import plan_table
+from deepstow.trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 def is_shortage(error: BaseException) -> bool:
     """Whether ``error`` means that memory of the device or the host is exhausted."""
     import torch
 
-    from strategies.engine.memory.arena import OutOfMemoryError
+    from deepstow.strategies.engine.memory.arena import OutOfMemoryError
 
     return isinstance(error, MemoryError | OutOfMemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

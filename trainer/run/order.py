@@ -22,35 +22,35 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from strategies.backends import deepspeed, stages
-from strategies.backends.stages import Form, Stage
-from strategies.backends.tensor_shards import whole_shape
-from strategies.core.compose import degrees
-from strategies.core.plan import Plan
-from strategies.core.protocol import Axis
-from strategies.core.sealed import digest_of
-from strategies.engine import StowOptimizer
-from strategies.planner.step_cost import plan_cost, step_flops
-from strategies.report import full_report
-from trainer.config.sections import RunConfig
-from trainer.data import prepare as preparing
-from trainer.data import rows as task_rows
-from trainer.data import teacher
-from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import check_batch, check_packing
-from trainer.data.prepare import Prepared
-from trainer.dist.agreement import WEEK_S, agreement
-from trainer.dist.ranks import Ranks, name_device
-from trainer.errors import ConfigError, write_line, write_nothing
-from trainer.machine.probe import Machine, probe
-from trainer.machine.profiles import known_rates
-from trainer.model import attention, build, contents, mapped, parts, student, tying
-from trainer.model import folder as folder_of_model
-from trainer.model.structured import config_of
-from trainer.planning import evaluation, facts, positions
-from trainer.planning.fit import explained
-from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import (
+from deepstow.strategies.backends import deepspeed, stages
+from deepstow.strategies.backends.stages import Form, Stage
+from deepstow.strategies.backends.tensor_shards import whole_shape
+from deepstow.strategies.core.compose import degrees
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.protocol import Axis
+from deepstow.strategies.core.sealed import digest_of
+from deepstow.strategies.engine import StowOptimizer
+from deepstow.strategies.planner.step_cost import plan_cost, step_flops
+from deepstow.strategies.report import full_report
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data import prepare as preparing
+from deepstow.trainer.data import rows as task_rows
+from deepstow.trainer.data import teacher
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.collate import check_batch, check_packing
+from deepstow.trainer.data.prepare import Prepared
+from deepstow.trainer.distributed.agreement import WEEK_S, agreement
+from deepstow.trainer.distributed.ranks import Ranks, name_device
+from deepstow.trainer.errors import ConfigError, write_line, write_nothing
+from deepstow.trainer.machine.probe import Machine, probe
+from deepstow.trainer.machine.profiles import known_rates
+from deepstow.trainer.model import attention, build, contents, mapped, parts, student, tying
+from deepstow.trainer.model import folder as folder_of_model
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning import evaluation, facts, positions
+from deepstow.trainer.planning.fit import explained
+from deepstow.trainer.planning.from_config import advice, plans_of, refuse_impossible
+from deepstow.trainer.run import (
     changes,
     checkpoint,
     further,
@@ -62,18 +62,26 @@ from trainer.run import (
     teaching,
     trackers,
 )
-from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
-from trainer.run.checkpoint import About, DataFacts, ModelFacts
-from trainer.run.plan_check import PlanCheck
-from trainer.run.profile import Profile
-from trainer.run.pruning import Pruning
-from trainer.run.resuming import Resumed
-from trainer.run.stage_trial import form_of_stages
-from trainer.run.structured import Smaller
-from trainer.run.task_trainer import adapters_follow, class_for, left_out, options
-from trainer.run.trainer import Trainer
-from trainer.tasks.table import TASKS
-from trainer.tasks.task import loaded
+from deepstow.trainer.run.callbacks import (
+    EarlyStopping,
+    Meter,
+    MetricsFile,
+    ProgressLine,
+    SampleText,
+    StepSeen,
+    sample_prompt,
+)
+from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
+from deepstow.trainer.run.plan_check import PlanCheck
+from deepstow.trainer.run.profile import Profile
+from deepstow.trainer.run.pruning import Pruning
+from deepstow.trainer.run.resuming import Resumed
+from deepstow.trainer.run.stage_trial import form_of_stages
+from deepstow.trainer.run.structured import Smaller
+from deepstow.trainer.run.task_trainer import adapters_follow, class_for, left_out, options
+from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import loaded
 
 T = TypeVar("T")
 

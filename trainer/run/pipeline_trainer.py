@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from strategies.backends import pipeline_state, pipelining, tensor_engine
-from strategies.backends.pipeline_gradients import StageGradients
-from strategies.backends.pipeline_zero import StateShares
-from strategies.core.plan import Kind
-from strategies.planner.cuts import Schedule
-from trainer.run.stowed_trainer import StowedTrainer
-from trainer.tasks.task import losses_of, scores
+from deepstow.strategies.backends import pipeline_state, pipelining, tensor_engine
+from deepstow.strategies.backends.pipeline_gradients import StageGradients
+from deepstow.strategies.backends.pipeline_zero import StateShares
+from deepstow.strategies.core.plan import Kind
+from deepstow.strategies.planner.cuts import Schedule
+from deepstow.trainer.run.stowed_trainer import StowedTrainer
+from deepstow.trainer.tasks.task import losses_of, scores
 
 if TYPE_CHECKING:
     import transformers
 
-    from strategies.backends.stages import Stage
+    from deepstow.strategies.backends.stages import Stage
 
     class _Trainer(StowedTrainer, transformers.Trainer): ...
 

@@ -26,22 +26,22 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
-from strategies.backends import deepspeed
-from strategies.core.commit import replace_file
-from strategies.core.common_host import mapped_bytes
-from strategies.core.facts import UnitTimes
-from strategies.core.plan import Home, Plan
-from strategies.core.sizes import human
-from strategies.engine import stowed_by
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.forward.checkpointing import checkpointed, room_of
-from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
-from strategies.planner.weight_schedule import ASSUMED
-from strategies.report.table import table
-from trainer.errors import write_line
-from trainer.machine import block_timing
-from trainer.machine.block_timing import UnitClock, median_of, without_again
-from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
+from deepstow.strategies.backends import deepspeed
+from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.core.common_host import mapped_bytes
+from deepstow.strategies.core.facts import UnitTimes
+from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine import stowed_by
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.checkpointing import checkpointed, room_of
+from deepstow.strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
+from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.report.table import table
+from deepstow.trainer.errors import write_line
+from deepstow.trainer.machine import block_timing
+from deepstow.trainer.machine.block_timing import UnitClock, median_of, without_again
+from deepstow.trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 
 COUNTED, STEP = 1, 2  # steps: what is saved is counted in the first, all is compared after the second
 FIRST, LAST = 2, 8  # that are timed

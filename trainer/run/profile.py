@@ -19,13 +19,13 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function, schedule, supported_activities
 from transformers import TrainerCallback, TrainerState
 
-from strategies.core.facts import UnitKind
-from strategies.core.plan import Plan
-from strategies.engine.named import name_calls, name_engine
-from strategies.planner.simulate import TraceEvent
-from strategies.planner.step_cost import plan_cost
-from strategies.planner.tasks import Resource
-from trainer.errors import write_line
+from deepstow.strategies.core.facts import UnitKind
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.engine.named import name_calls, name_engine
+from deepstow.strategies.planner.simulate import TraceEvent
+from deepstow.strategies.planner.step_cost import plan_cost
+from deepstow.strategies.planner.tasks import Resource
+from deepstow.trainer.errors import write_line
 
 LANES = {"compute": Resource.COMPUTE, "up": Resource.UP, "down": Resource.DOWN, "cpu": Resource.CPU}
 LANES |= {"net": Resource.NET}
@@ -100,7 +100,7 @@ class Profile(TrainerCallback):
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
             if rank == 0:
-                from trainer.planning import picture
+                from deepstow.trainer.planning import picture
 
                 seconds, events = measured(json.loads(path.read_text())["traceEvents"])
                 shown = self._folder / "step.png"

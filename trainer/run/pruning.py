@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.forward.routed_linear import weights_changed
-from strategies.engine.pruning import chosen, exact, keep_zeros, replace
-from strategies.report.table import table
-from trainer.errors import write_line
-from trainer.model.pruned import matches, rounds
-from trainer.model.student import TEACHER
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.routed_linear import weights_changed
+from deepstow.strategies.engine.pruning import chosen, exact, keep_zeros, replace
+from deepstow.strategies.report.table import table
+from deepstow.trainer.errors import write_line
+from deepstow.trainer.model.pruned import matches, rounds
+from deepstow.trainer.model.student import TEACHER
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 class Layer(NamedTuple):

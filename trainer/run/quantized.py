@@ -20,29 +20,29 @@ import torch
 from huggingface_hub import ModelCard
 from torch.nn.functional import cross_entropy
 
-from strategies.core.applied import log_applied
-from strategies.core.sizes import human
-from strategies.engine.memory.accelerator import device_of
-from strategies.engine.tensors.quantised import keep_packing
-from strategies.report.table import table
-from trainer.data.collate import Collator
-from trainer.data.packing import MASKED
-from trainer.errors import write_line
-from trainer.model.qat import layers_of
-from trainer.model.structured import config_of
-from trainer.planning import evaluation
-from trainer.planning.streamed import placed, plan_within
-from trainer.run import export
-from trainer.run.callbacks import perplexity
-from trainer.tasks.table import TASKS
-from trainer.tasks.task import loaded, scores
+from deepstow.strategies.core.applied import log_applied
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.accelerator import device_of
+from deepstow.strategies.engine.tensors.quantised import keep_packing
+from deepstow.strategies.report.table import table
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.errors import write_line
+from deepstow.trainer.model.qat import layers_of
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning import evaluation
+from deepstow.trainer.planning.streamed import placed, plan_within
+from deepstow.trainer.run import export
+from deepstow.trainer.run.callbacks import perplexity
+from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import loaded, scores
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import RunConfig
 
 BITS = {"int8": 8, "nf4": 4, "fp4": 4, "int8_group": 8, "int4_group": 4}
 

@@ -28,10 +28,10 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from strategies.core.registry import available, find
-from trainer.config.arguments import ALLOWABLE
-from trainer.run import same_rows
-from trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
+from deepstow.strategies.core.registry import available, find
+from deepstow.trainer.config.arguments import ALLOWABLE
+from deepstow.trainer.run import same_rows
+from deepstow.trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
 SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
 COMPRESSION, MOMENTS = "compression", "moments"  # of a strategy, by what it says itself

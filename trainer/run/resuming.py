@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from strategies.core.protocol import Axis
-from trainer.data.prepare import Contents
-from trainer.dist.agreement import DAY_S, agreement
-from trainer.errors import ConfigError, write_line
-from trainer.run import checkpoint, earlier, resume_rules
-from trainer.run.checkpoint import Found
-from trainer.run.resume_rules import Changes
-from trainer.run.same_rows import Known
+from deepstow.strategies.core.protocol import Axis
+from deepstow.trainer.data.prepare import Contents
+from deepstow.trainer.distributed.agreement import DAY_S, agreement
+from deepstow.trainer.errors import ConfigError, write_line
+from deepstow.trainer.run import checkpoint, earlier, resume_rules
+from deepstow.trainer.run.checkpoint import Found
+from deepstow.trainer.run.resume_rules import Changes
+from deepstow.trainer.run.same_rows import Known
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainer.config.sections import RunConfig
-    from trainer.dist.ranks import Ranks
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.ranks import Ranks
 
 METRIC = ("metric_for_best_model", "greater_is_better")
 

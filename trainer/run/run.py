@@ -30,23 +30,23 @@ import torch.distributed
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
-from strategies.core.applied import shown_by
-from strategies.core.compose import requirements_of
-from strategies.core.protocol import Requirement
-from strategies.core.sizes import human
-from strategies.engine.memory import accelerator
-from strategies.engine.memory.scratch_file import DiskError
-from trainer.data import report as data_report
-from trainer.data import sample
-from trainer.dist import deepspeed_ops
-from trainer.dist.agreement import Agreement, agreement
-from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
-from trainer.dist.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
-from trainer.dist.watchdog import Watchdog
-from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
-from trainer.model import attention
-from trainer.planning.from_config import budget_of, check_options, refuse_folder
-from trainer.run import (
+from deepstow.strategies.core.applied import shown_by
+from deepstow.strategies.core.compose import requirements_of
+from deepstow.strategies.core.protocol import Requirement
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.memory.scratch_file import DiskError
+from deepstow.trainer.data import report as data_report
+from deepstow.trainer.data import sample
+from deepstow.trainer.distributed import deepspeed_ops
+from deepstow.trainer.distributed.agreement import Agreement, agreement
+from deepstow.trainer.distributed.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
+from deepstow.trainer.distributed.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
+from deepstow.trainer.distributed.watchdog import Watchdog
+from deepstow.trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
+from deepstow.trainer.model import attention
+from deepstow.trainer.planning.from_config import budget_of, check_options, refuse_folder
+from deepstow.trainer.run import (
     disk,
     earlier,
     export,
@@ -64,16 +64,16 @@ from trainer.run import (
     trackers,
     upload,
 )
-from trainer.run.begin import Begin
-from trainer.run.callbacks import SAID, Watched, of_best, perplexity
-from trainer.run.order import Run
-from trainer.run.quantized import exact_again
-from trainer.run.resume_rules import leaves
-from trainer.run.trainer import Trainer
-from trainer.tasks.table import only_language
+from deepstow.trainer.run.begin import Begin
+from deepstow.trainer.run.callbacks import SAID, Watched, of_best, perplexity
+from deepstow.trainer.run.order import Run
+from deepstow.trainer.run.quantized import exact_again
+from deepstow.trainer.run.resume_rules import leaves
+from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
 GLOO_SAYS = ("gloo/transport", *TIMEOUT_SAYS)
@@ -169,7 +169,7 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
     """Run, and turn every error into lines and an exit code while the process group is open.
 
     A traceback refers to its frames, the frames to the engine, and the engine to its groups, so the frames are cleared
-    before the groups are closed (see [Note: closing gloo] in ``trainer/dist/ranks.py``).
+    before the groups are closed (see [Note: closing gloo] in ``trainer/distributed/ranks.py``).
     """
     seen: list[Run] = []
     try:

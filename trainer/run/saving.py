@@ -25,16 +25,16 @@ from typing import NamedTuple, TypeVar
 import torch.distributed
 from safetensors import SafetensorError, safe_open
 
-from strategies.core.commit import inside, put_in_place, remove
-from strategies.core.layout import ITEM_BYTES
-from strategies.core.plan import Kind, Plan
-from strategies.core.sealed import seal
-from strategies.core.sizes import human
-from strategies.planner.compressed import kept_bytes
-from trainer.machine.probe import disk_free_bytes
-from trainer.run import checkpoint, disk
-from trainer.run.appended import Mounted
-from trainer.run.checkpoint import KIND, Manifest
+from deepstow.strategies.core.commit import inside, put_in_place, remove
+from deepstow.strategies.core.layout import ITEM_BYTES
+from deepstow.strategies.core.plan import Kind, Plan
+from deepstow.strategies.core.sealed import seal
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.planner.compressed import kept_bytes
+from deepstow.trainer.machine.probe import disk_free_bytes
+from deepstow.trainer.run import checkpoint, disk
+from deepstow.trainer.run.appended import Mounted
+from deepstow.trainer.run.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
 THREADS = 4  # that look for values that are not finite

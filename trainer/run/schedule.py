@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
-from trainer.errors import first_line
+from deepstow.trainer.errors import first_line
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 WITHOUT_OPTIONS = ("constant", "constant_with_warmup")
 KEY = "training.lr_scheduler_kwargs"

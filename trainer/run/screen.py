@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from strategies.core.sizes import human, human_duration, human_number
-from trainer.dist import exit_file
-from trainer.errors import MEANINGS, printable
-from trainer.run import foreign, history
+from deepstow.strategies.core.sizes import human, human_duration, human_number
+from deepstow.trainer.distributed import exit_file
+from deepstow.trainer.errors import MEANINGS, printable
+from deepstow.trainer.run import foreign, history
 
 WIDTH = 97  # columns with which a curve has all its 60 points
 BESIDE = WIDTH - 60  # columns beside a curve, for its name and its newest value

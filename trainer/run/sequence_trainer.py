@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from strategies.backends import ulysses
-from trainer.data.packing import MASKED
-from trainer.run.stowed_trainer import StowedTrainer
-from trainer.tasks.task import losses_of
+from deepstow.strategies.backends import ulysses
+from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.run.stowed_trainer import StowedTrainer
+from deepstow.trainer.tasks.task import losses_of
 
 if TYPE_CHECKING:
     import transformers

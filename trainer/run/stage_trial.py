@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strategies.backends import stages
-from strategies.core.compose import degrees, requirements_of
-from strategies.core.facts import Precision
-from strategies.core.protocol import Axis, Requirement
-from trainer.errors import ConfigError, first_line
-from trainer.model import build
-from trainer.model.params import EMBEDDING, units_by_name
-from trainer.model.shrink import VOCAB, small_copy
-from trainer.planning.facts import precision_of
+from deepstow.strategies.backends import stages
+from deepstow.strategies.core.compose import degrees, requirements_of
+from deepstow.strategies.core.facts import Precision
+from deepstow.strategies.core.protocol import Axis, Requirement
+from deepstow.trainer.errors import ConfigError, first_line
+from deepstow.trainer.model import build
+from deepstow.trainer.model.params import EMBEDDING, units_by_name
+from deepstow.trainer.model.shrink import VOCAB, small_copy
+from deepstow.trainer.planning.facts import precision_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from strategies.backends.stages import Form
-    from trainer.config.sections import RunConfig
+    from deepstow.strategies.backends.stages import Form
+    from deepstow.trainer.config.sections import RunConfig
 
 BLOCKS = 4
 

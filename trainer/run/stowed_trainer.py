@@ -24,20 +24,20 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch.utils._pytree import tree_map_only
 
-from strategies.core.optimizers import STATE
-from strategies.core.protocol import Refusal
-from strategies.engine import StowOptimizer, UpdateRule, stow, stowed_by
-from strategies.engine.forward.checkpointing import recompute
-from strategies.engine.model_checks import not_in_kernels
-from strategies.engine.updating.optim import class_of
-from trainer.errors import CountingError, first_line, write_line
-from trainer.model.undisturbed import ForkError, in_fork, undisturbed
-from trainer.planning.plan_for import plan_for
-from trainer.run import training_state
-from trainer.run.accelerator import StowAccelerator
+from deepstow.strategies.core.optimizers import STATE
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.engine import StowOptimizer, UpdateRule, stow, stowed_by
+from deepstow.strategies.engine.forward.checkpointing import recompute
+from deepstow.strategies.engine.model_checks import not_in_kernels
+from deepstow.strategies.engine.updating.optim import class_of
+from deepstow.trainer.errors import CountingError, first_line, write_line
+from deepstow.trainer.model.undisturbed import ForkError, in_fork, undisturbed
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run import training_state
+from deepstow.trainer.run.accelerator import StowAccelerator
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
+    from deepstow.strategies.core.plan import Plan
 
 
 def stowed(base: type, **options: Any) -> type:
@@ -238,7 +238,7 @@ class StowedTrainer:
             self.create_optimizer()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
-    # Checkpoints of other trainers than ``trainer.run.trainer.Trainer``: the engine's state is in our format.
+    # Checkpoints of other trainers than ``deepstow.trainer.run.trainer.Trainer``: the engine's state is in our format.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As Hugging Face's, but the engine's state is written bucket by bucket, without a second copy in memory."""

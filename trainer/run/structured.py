@@ -27,29 +27,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import Damaged, digest_of, intact, read, seal
-from strategies.core.sizes import human
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.memory.accelerator import device_of
-from strategies.engine.pruning import smallest
-from trainer.dist.agreement import DAY_S, WEEK_S, agreement
-from trainer.errors import write_line
-from trainer.machine.probe import disk_free_bytes
-from trainer.model import build
-from trainer.model.contents import contents
-from trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
-from trainer.planning.from_config import budget_of
-from trainer.planning.streamed import placed, plan_within, weights_of
+from deepstow.strategies.core.commit import replaced_folder, same_modes
+from deepstow.strategies.core.sealed import Damaged, digest_of, intact, read, seal
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.memory.accelerator import device_of
+from deepstow.strategies.engine.pruning import smallest
+from deepstow.trainer.distributed.agreement import DAY_S, WEEK_S, agreement
+from deepstow.trainer.errors import write_line
+from deepstow.trainer.machine.probe import disk_free_bytes
+from deepstow.trainer.model import build
+from deepstow.trainer.model.contents import contents
+from deepstow.trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
+from deepstow.trainer.planning.from_config import budget_of
+from deepstow.trainer.planning.streamed import placed, plan_within, weights_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
-    from trainer.data.prepare import Prepared
-    from trainer.dist.ranks import Ranks
-    from trainer.machine.probe import Machine
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.data.prepare import Prepared
+    from deepstow.trainer.distributed.ranks import Ranks
+    from deepstow.trainer.machine.probe import Machine
 
 KIND = "pruned"
 

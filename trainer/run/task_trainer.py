@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from trainer.data.collate import Collator
-from trainer.errors import DataError
-from trainer.model import build
-from trainer.run.pipeline_trainer import token_losses
-from trainer.run.trainer import Trainer
-from trainer.tasks.table import TASKS
-from trainer.tasks.task import loaded, mean_over_tokens
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.errors import DataError
+from deepstow.trainer.model import build
+from deepstow.trainer.run.pipeline_trainer import token_losses
+from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import loaded, mean_over_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
-    from trainer.tasks.task import Task
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.tasks.task import Task
 
 
 def class_for(task: Task) -> type[Trainer]:

@@ -9,24 +9,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strategies.engine.memory.accelerator import device_of
-from trainer.data import prepare, teacher
-from trainer.data.collate import check_packing
-from trainer.data.teacher import Lesson
-from trainer.dist.agreement import DAY_S, agreement
-from trainer.errors import write_line, write_nothing
-from trainer.model.structured import config_of
-from trainer.model.student import width_of
-from trainer.planning.from_config import budget_of
+from deepstow.strategies.engine.memory.accelerator import device_of
+from deepstow.trainer.data import prepare, teacher
+from deepstow.trainer.data.collate import check_packing
+from deepstow.trainer.data.teacher import Lesson
+from deepstow.trainer.distributed.agreement import DAY_S, agreement
+from deepstow.trainer.errors import write_line, write_nothing
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.student import width_of
+from deepstow.trainer.planning.from_config import budget_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
-    from trainer.data.prepare import Prepared
-    from trainer.dist.ranks import Ranks
-    from trainer.machine.probe import Machine
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.data.prepare import Prepared
+    from deepstow.trainer.distributed.ranks import Ranks
+    from deepstow.trainer.machine.probe import Machine
 
 
 def refuse(config: RunConfig) -> None:

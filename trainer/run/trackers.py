@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import HfApi
 from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback
 
-from trainer.errors import ExitCode, first_line
-from trainer.run.appended import Appended
+from deepstow.trainer.errors import ExitCode, first_line
+from deepstow.trainer.run.appended import Appended
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 PROJECTS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}
 READS_WEIGHTS = {"WANDB_LOG_MODEL": ("end",), "WANDB_WATCH": ("all", "gradients", "parameters")}

@@ -26,28 +26,28 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from strategies.backends import exchanged, expert_parts, expert_zero, two_level
-from strategies.backends.local_steps import exchange_of
-from strategies.core.commit import same_modes
-from strategies.core.sealed import Damaged
-from strategies.engine import NonFiniteError, StowOptimizer
-from strategies.state.spans import WEIGHT
-from trainer.errors import ConfigError, first_line, write_line
-from trainer.model import apart, loss_terms
-from trainer.model.adapters import loraplus
-from trainer.model.mapped import Spilled
-from trainer.run import checkpoint, saving, training_state
-from trainer.run.appended import Mounted
-from trainer.run.callbacks import EarlyStopping, Meter
-from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
-from trainer.run.pipeline_trainer import PipelineTrainer
-from trainer.run.sequence_trainer import SequenceTrainer
-from trainer.run.stowed_trainer import StowedTrainer
-from trainer.tasks.task import scores
+from deepstow.strategies.backends import exchanged, expert_parts, expert_zero, two_level
+from deepstow.strategies.backends.local_steps import exchange_of
+from deepstow.strategies.core.commit import same_modes
+from deepstow.strategies.core.sealed import Damaged
+from deepstow.strategies.engine import NonFiniteError, StowOptimizer
+from deepstow.strategies.state.spans import WEIGHT
+from deepstow.trainer.errors import ConfigError, first_line, write_line
+from deepstow.trainer.model import apart, loss_terms
+from deepstow.trainer.model.adapters import loraplus
+from deepstow.trainer.model.mapped import Spilled
+from deepstow.trainer.run import checkpoint, saving, training_state
+from deepstow.trainer.run.appended import Mounted
+from deepstow.trainer.run.callbacks import EarlyStopping, Meter
+from deepstow.trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
+from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
+from deepstow.trainer.run.sequence_trainer import SequenceTrainer
+from deepstow.trainer.run.stowed_trainer import StowedTrainer
+from deepstow.trainer.tasks.task import scores
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
-    from trainer.run.plan_check import PlanCheck
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.run.plan_check import PlanCheck
 
 
 class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trainer):
@@ -424,7 +424,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
 def _reads_saves(callback: TrainerCallback) -> bool:
     """Whether a callback that is not ours may look for the checkpoint when it hears of a save; on all ranks alike."""
     kind = type(callback)
-    if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("trainer."):
+    if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("deepstow.trainer."):
         return False
     reads = {
         "TrackioCallback": False,

@@ -22,14 +22,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.sealed import MANIFEST, File, read, signed, size_and_hash
-from trainer.errors import UserError, first_line
-from trainer.model import hub
-from trainer.model.hub import unreachable
-from trainer.run import finished
+from deepstow.strategies.core.sealed import MANIFEST, File, read, signed, size_and_hash
+from deepstow.trainer.errors import UserError, first_line
+from deepstow.trainer.model import hub
+from deepstow.trainer.model.hub import unreachable
+from deepstow.trainer.run import finished
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 TOKENS = re.compile(r"tokens?$|tokens_decoder$")  # keys whose values are words of a tokenizer

@@ -17,15 +17,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.protocol import Refusal
-from trainer.errors import kind, nearest
-from trainer.tasks.task import MULTIPLE, Field, Saved, Task, takes_no_count, token_types
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.trainer.errors import kind, nearest
+from deepstow.trainer.tasks.task import MULTIPLE, Field, Saved, Task, takes_no_count, token_types
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import EvalPrediction, PretrainedConfig, PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 ONE, SEVERAL, NUMBERS = "single_label_classification", "multi_label_classification", "regression"

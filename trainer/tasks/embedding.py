@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.protocol import Refusal
-from trainer.errors import DataError
-from trainer.tasks.task import Field, Saved, Task, takes_no_count, token_types
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.trainer.errors import DataError
+from deepstow.trainer.tasks.task import Field, Saved, Task, takes_no_count, token_types
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 CURE = "write data.columns: {negative: negative}, so that it is trained on and counted"
 MODULES = ("Transformer", "Pooling", "Normalize")  # of a saved SentenceTransformer; the last changes no cosine
@@ -40,7 +40,7 @@ class Embedding(Task):
     name = "embedding"
     fields = (Field("anchor", (str,)), Field("positive", (str,)), Field("negative", (str,), required=False))
     model_class = "transformers.AutoModel"
-    trainer = "trainer.tasks.embedding_trainer.EmbeddingTrainer"
+    trainer = "deepstow.trainer.tasks.embedding_trainer.EmbeddingTrainer"
     adapters = "FEATURE_EXTRACTION"
     pipeline_tag = "sentence-similarity"
 
@@ -93,7 +93,7 @@ class Embedding(Task):
         return {"labels": ids[: len(ids) // self.sequences(config), 0]}
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
-        from trainer.tasks.embedding_trainer import loss_of
+        from deepstow.trainer.tasks.embedding_trainer import loss_of
 
         def run(**inputs: Any) -> dict[str, Any]:
             return {"loss": loss_of(model, inputs | token_types(model, config, inputs["input_ids"]))}

@@ -16,16 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import requirements_of
-from strategies.core.protocol import Refusal, Requirement
-from trainer.errors import DataError
-from trainer.tasks.task import Field, Task, loaded
+from deepstow.strategies.core.compose import requirements_of
+from deepstow.strategies.core.protocol import Refusal, Requirement
+from deepstow.trainer.errors import DataError
+from deepstow.trainer.tasks.task import Field, Task, loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 ANSWER = (str, list)  # a text, or a list of messages
 PAIR = (Field("prompt", ANSWER), Field("chosen", ANSWER), Field("rejected", ANSWER))

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer.tasks.task import MASKED, MULTIPLE, Field, Task, losses_of, mean_over_tokens, takes_no_count
+from deepstow.trainer.tasks.task import MASKED, MULTIPLE, Field, Task, losses_of, mean_over_tokens, takes_no_count
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import EvalPrediction, PretrainedConfig, PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 
 class Seq2Seq(Task):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer.tasks.classification import Classification
-from trainer.tasks.embedding import Embedding
-from trainer.tasks.preference import Dpo, Kto, Orpo, Reward
-from trainer.tasks.seq2seq import Seq2Seq
-from trainer.tasks.task import Pretrain, Task
+from deepstow.trainer.tasks.classification import Classification
+from deepstow.trainer.tasks.embedding import Embedding
+from deepstow.trainer.tasks.preference import Dpo, Kto, Orpo, Reward
+from deepstow.trainer.tasks.seq2seq import Seq2Seq
+from deepstow.trainer.tasks.task import Pretrain, Task
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 LANGUAGE = Task()
 TASKS: Mapping[str, Task] = {

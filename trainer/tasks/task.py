@@ -18,13 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strategies.core.protocol import Refusal, is_older
+from deepstow.strategies.core.protocol import Refusal, is_older
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import EvalPrediction, PretrainedConfig, PreTrainedTokenizerBase
 
-    from trainer.config.sections import RunConfig
+    from deepstow.trainer.config.sections import RunConfig
 
 READS_MODULES = (5, 18)  # the release of Transformers that loads what is trained in full beside adapters
 MASKED = -100  # a label that is not trained
@@ -175,7 +175,7 @@ def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
     """
     import torch
 
-    from strategies.engine.forward.chunked_loss import losses_of_rows
+    from deepstow.strategies.engine.forward.chunked_loss import losses_of_rows
 
     losses = torch.stack([losses_of_rows(*each, MASKED).sum() for each in zip(logits, targets, strict=True)])
     return torch.stack([losses, targets.ne(MASKED).sum(dim=1).float()], dim=1)

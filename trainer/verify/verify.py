@@ -25,31 +25,31 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from strategies.core.compose import degrees
-from strategies.core.layout import Site
-from strategies.core.plan import RUN, Place
-from strategies.core.protocol import Axis
-from strategies.core.registry import find
-from strategies.engine.memory import accelerator
-from strategies.planner.memory_rows import UPDATES
-from trainer.config.sections import RunConfig
-from trainer.data.prepare import Contents, Prepared
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
-from trainer.errors import ConfigError, DataError, UserError
-from trainer.machine.probe import probe
-from trainer.model import shrink as copies_of
-from trainer.model.build import load_config
-from trainer.model.shrink import LAYERS, LENGTH, MOVING_LAYERS, VOCAB, CopyRun, features, leaves
-from trainer.planning import facts
-from trainer.planning.fit import explained
-from trainer.planning.from_config import check_options, narrowed, plan_of
-from trainer.run import order
-from trainer.run.stage_trial import form_of_stages
-from trainer.tasks.table import only_language
+from deepstow.strategies.core.compose import degrees
+from deepstow.strategies.core.layout import Site
+from deepstow.strategies.core.plan import RUN, Place
+from deepstow.strategies.core.protocol import Axis
+from deepstow.strategies.core.registry import find
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.planner.memory_rows import UPDATES
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data.prepare import Contents, Prepared
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.errors import ConfigError, DataError, UserError
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.model import shrink as copies_of
+from deepstow.trainer.model.build import load_config
+from deepstow.trainer.model.shrink import LAYERS, LENGTH, MOVING_LAYERS, VOCAB, CopyRun, features, leaves
+from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.fit import explained
+from deepstow.trainer.planning.from_config import check_options, narrowed, plan_of
+from deepstow.trainer.run import order
+from deepstow.trainer.run.stage_trial import form_of_stages
+from deepstow.trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
+    from deepstow.strategies.core.plan import Plan
 
 ROWS = 64
 _KEPT = """

@@ -35,21 +35,21 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Layout, Site, parks_in_copy, rounded_to_fetch
-from strategies.core.leads import leads
-from strategies.core.moments import MomentsAs, blocks_of
-from strategies.core.plan import Home
-from strategies.engine.buckets.gradient_state import GradientState
-from strategies.engine.buckets.jobs import Ahead, Job
-from strategies.engine.buckets.pieces import Piece, pieces_of
-from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.stretches import Stretch, in_memory
-from strategies.engine.tensors.fp8 import Codes, as_rounded
-from strategies.engine.tensors.loans import HandedOut
-from strategies.engine.tensors.nested import same_bits
-from strategies.engine.tensors.parameter_views import ParameterViews
-from strategies.engine.tensors.parameters import put
-from strategies.engine.transfer.transfer import Event
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, parks_in_copy, rounded_to_fetch
+from deepstow.strategies.core.leads import leads
+from deepstow.strategies.core.moments import MomentsAs, blocks_of
+from deepstow.strategies.core.plan import Home
+from deepstow.strategies.engine.buckets.gradient_state import GradientState
+from deepstow.strategies.engine.buckets.jobs import Ahead, Job
+from deepstow.strategies.engine.buckets.pieces import Piece, pieces_of
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
+from deepstow.strategies.engine.tensors.fp8 import Codes, as_rounded
+from deepstow.strategies.engine.tensors.loans import HandedOut
+from deepstow.strategies.engine.tensors.nested import same_bits
+from deepstow.strategies.engine.tensors.parameter_views import ParameterViews
+from deepstow.strategies.engine.tensors.parameters import put
+from deepstow.strategies.engine.transfer.transfer import Event
 
 MOMENT_DTYPES: Mapping[MomentsAs, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 

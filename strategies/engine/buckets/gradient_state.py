@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from strategies.engine.transfer.transfer import Event
+from deepstow.strategies.engine.transfer.transfer import Event
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
 
 
 class BucketOf(dict[int, tuple[BucketState, int]]):

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strategies.engine.transfer.transfer import Event
+from deepstow.strategies.engine.transfer.transfer import Event
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strategies.core.layout import Bucket
-from strategies.engine.memory.stretches import Stretch
+from deepstow.strategies.core.layout import Bucket
+from deepstow.strategies.engine.memory.stretches import Stretch
 
 
 @dataclass(frozen=True, slots=True)

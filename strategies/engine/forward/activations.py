@@ -34,13 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.addresses import Addresses, Spot
-from strategies.core.facts import Home
-from strategies.core.layout import Item, aligned
-from strategies.core.sizes import human
-from strategies.engine.memory.arena import Arena
-from strategies.engine.tensors.nested import tensors_in
-from strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_for
+from deepstow.strategies.core.addresses import Addresses, Spot
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Item, aligned
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_for
 
 logger = logging.getLogger(__name__)
 

@@ -45,18 +45,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strategies.core.applied import log_applied
-from strategies.core.facts import UnitKind
-from strategies.core.plan import INPUT, Keep
-from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, unwritten
-from strategies.engine.forward.effects import Effects, Snapshot
-from strategies.engine.forward.token_slices import PRODUCT
-from strategies.engine.memory.accelerator import device_of
-from strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.core.applied import log_applied
+from deepstow.strategies.core.facts import UnitKind
+from deepstow.strategies.core.plan import INPUT, Keep
+from deepstow.strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, unwritten
+from deepstow.strategies.engine.forward.effects import Effects, Snapshot
+from deepstow.strategies.engine.forward.token_slices import PRODUCT
+from deepstow.strategies.engine.memory.accelerator import device_of
+from deepstow.strategies.engine.tensors.nested import tensors_in
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
-    from strategies.engine.transfer.transfer import Transfer
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.strategies.engine.transfer.transfer import Transfer
 
 aten = torch.ops.aten
 WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm, PRODUCT}

@@ -32,11 +32,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import nll_loss, pad
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from strategies.core.applied import log_applied
-from strategies.core.plan import CHUNKS
+from deepstow.strategies.core.applied import log_applied
+from deepstow.strategies.core.plan import CHUNKS
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
+    from deepstow.strategies.core.plan import Plan
 
 aten = torch.ops.aten
 MOST = 32  # at most so many chunks, each of LEAST_BYTES in fp32 or more: fewer kernels to launch, and still in a cache

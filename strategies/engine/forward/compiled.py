@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.core.applied import log_applied
-from strategies.engine.forward.blocks import find_blocks
-from strategies.engine.tensors.parameters import AbsentParameter, StowedParameter
+from deepstow.strategies.core.applied import log_applied
+from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.tensors.parameters import AbsentParameter, StowedParameter
 
 INDUCTOR = "inductor"
 Forward = Callable[..., Any]  # of a block's class

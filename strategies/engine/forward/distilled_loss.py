@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax
 
-from strategies.engine.forward.chunked_loss import causal_lm_loss, chunks, is_free, owners, per_item, targets
+from deepstow.strategies.engine.forward.chunked_loss import causal_lm_loss, chunks, is_free, owners, per_item, targets
 
 TEACHER = "teacher"  # the keyword of forward, and the column of a row
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.tensors.nested import same_bits
+from deepstow.strategies.engine.tensors.nested import same_bits
 
 Owner = dict[str, Any]  # a module's buffers or its attributes
 Source = tuple[Callable[[], Any], Callable[[Any], None]]  # of random numbers: gets its state, sets it

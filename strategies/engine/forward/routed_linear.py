@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from strategies.core.linears import Gemm, Route, Routes
+from deepstow.strategies.core.linears import Gemm, Route, Routes
 
 STORED = {("torch.nn.modules.linear", "Linear"): "out_in", ("transformers.pytorch_utils", "Conv1D"): "in_out"}
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from strategies.core.addresses import Addresses, Spot
-from strategies.core.facts import Home
-from strategies.core.layout import PAGE_BYTES, Item
-from strategies.core.sizes import human
-from strategies.engine.memory.accelerator import Driver, row_of
+from deepstow.strategies.core.addresses import Addresses, Spot
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import PAGE_BYTES, Item
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.accelerator import Driver, row_of
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.core.addresses import Spot
-from strategies.core.facts import IN_ORDER, Home
-from strategies.core.layout import aligned
-from strategies.core.processes import started_at
-from strategies.engine.memory.arena import HostMemory
+from deepstow.strategies.core.addresses import Spot
+from deepstow.strategies.core.facts import IN_ORDER, Home
+from deepstow.strategies.core.layout import aligned
+from deepstow.strategies.core.processes import started_at
+from deepstow.strategies.engine.memory.arena import HostMemory
 
 POLL_S = 5e-5
 LOOK_S = 0.5  # between looks at whether the others are alive

@@ -29,12 +29,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strategies.core.facts import Home
-from strategies.core.layout import Item, Layout, aligned
-from strategies.core.on_disk import pieces_on_disk, state_file_bytes
-from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.scratch_file import StripedFile
-from strategies.engine.memory.stretches import Stretch
+from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.layout import Item, Layout, aligned
+from deepstow.strategies.core.on_disk import pieces_on_disk, state_file_bytes
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.memory.scratch_file import StripedFile
+from deepstow.strategies.engine.memory.stretches import Stretch
 
 
 def thread(name: str = "stow-disk") -> Executor:

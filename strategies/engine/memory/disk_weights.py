@@ -34,12 +34,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Item, Layout
-from strategies.core.on_disk import weight_bytes_on_disk, weight_file_bytes, weights_on_disk
-from strategies.engine.memory import disk_state
-from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.scratch_file import ScratchFile, StripedFile
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.core.layout import Item, Layout
+from deepstow.strategies.core.on_disk import weight_bytes_on_disk, weight_file_bytes, weights_on_disk
+from deepstow.strategies.engine.memory import disk_state
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.memory.scratch_file import ScratchFile, StripedFile
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 Updated: TypeAlias = tuple[bool, Event]  # whether an update changed the weight, and the event after it
 WRITES = "stow-write"  # names of threads

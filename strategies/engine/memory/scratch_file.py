@@ -30,9 +30,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from strategies.core.on_disk import part_bytes
-from strategies.core.sizes import human
-from strategies.engine.memory.checksums import Checksums
+from deepstow.strategies.core.on_disk import part_bytes
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.checksums import Checksums
 
 MOST_BYTES = 64 << 20  # of one call; the system takes less than 2 GiB
 MOST_MOVES = 4  # that one drive is given at once, before others wait

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.ranks.two_level import TwoLevel
-from strategies.engine.tensors.parameters import is_placeholder
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.ranks.two_level import TwoLevel
+from deepstow.strategies.engine.tensors.parameters import is_placeholder
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 if TYPE_CHECKING:
-    from strategies.engine.memory.arena import Arena
+    from deepstow.strategies.engine.memory.arena import Arena
 
 Place = tuple[BucketState, int]  # of a parameter: its bucket, and its index there
 

@@ -49,16 +49,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.common_host import common_bytes, read_by_all
-from strategies.core.layout import Bucket, Item, Layout, Site
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.buckets.pieces import pieces_of
-from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.ranks.replicas import OneRank, Place, Replicas
-from strategies.engine.ranks.two_level import TwoLevel
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from strategies.engine.transfer.worker import Worker
+from deepstow.strategies.core.common_host import common_bytes, read_by_all
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.buckets.pieces import pieces_of
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.memory.common_host import CommonHost
+from deepstow.strategies.engine.ranks.replicas import OneRank, Place, Replicas
+from deepstow.strategies.engine.ranks.two_level import TwoLevel
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.worker import Worker
 
 REMEMBERED = 10_000  # of what ranks compare, for the message; a long evaluation has more
 

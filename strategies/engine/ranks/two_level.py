@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from strategies.core.plan import Plan
+    from deepstow.strategies.core.plan import Plan
 
 Part: TypeAlias = tuple[int, int]  # of each span: the first element, and the one behind the last
 Finish: TypeAlias = Callable[[], None]

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.engine import Engine
-from strategies.engine.keeper import Keeper, lent_value
-from strategies.engine.memory.arena import alone
-from strategies.engine.memory.stretches import AtHand
-from strategies.engine.tensors.loans import LentParameter
-from strategies.engine.tensors.nested import same_bits
-from strategies.engine.tensors.parameters import RAW_DATA, Copied
-from strategies.engine.transfer.transfer import Lane
-from strategies.engine.updating.chunks import Chunk
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.keeper import Keeper, lent_value
+from deepstow.strategies.engine.memory.arena import alone
+from deepstow.strategies.engine.memory.stretches import AtHand
+from deepstow.strategies.engine.tensors.loans import LentParameter
+from deepstow.strategies.engine.tensors.nested import same_bits
+from deepstow.strategies.engine.tensors.parameters import RAW_DATA, Copied
+from deepstow.strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.engine.updating.chunks import Chunk
 
 SWAPPED = (
     "torch.__future__.set_swap_module_params_on_conversion(True) makes load_state_dict replace what a plan has given "

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.core import commit
-from strategies.core.sizes import human
-from strategies.engine.memory.stretches import AtHand
-from strategies.engine.saving.state_dict import StateAccess
-from strategies.state import saved_state
-from strategies.state.blocks import Columns
-from strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
-from strategies.state.spans import WEIGHT, Span, SpanError
+from deepstow.strategies.core import commit
+from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.stretches import AtHand
+from deepstow.strategies.engine.saving.state_dict import StateAccess
+from deepstow.strategies.state import saved_state
+from deepstow.strategies.state.blocks import Columns
+from deepstow.strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
+from deepstow.strategies.state.spans import WEIGHT, Span, SpanError
 
 
 class EngineState:

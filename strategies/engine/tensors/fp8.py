@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strategies.core.fp8 import BLOCK, packed_bytes
+from deepstow.strategies.core.fp8 import BLOCK, packed_bytes
 
 CODES, SCALES = torch.float8_e4m3fn, torch.bfloat16
 CHUNK = BLOCK << 15  # elements that are rounded at a time

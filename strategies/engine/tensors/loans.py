@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from strategies.engine.tensors.parameters import RAW_DATA, WRITE, StowedParameter
+from deepstow.strategies.engine.tensors.parameters import RAW_DATA, WRITE, StowedParameter
 
 
 class LentParameter(StowedParameter):

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.tensors.parameters import (
+from deepstow.strategies.engine.tensors.parameters import (
     RAW_DATA,
     WRITE,
     AbsentParameter,

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.engine.tensors.guard import others_keep
-from strategies.engine.tensors.torch_functions import (
+from deepstow.strategies.engine.tensors.guard import others_keep
+from deepstow.strategies.engine.tensors.torch_functions import (
     ARRAYS,
     NODES,
     call,

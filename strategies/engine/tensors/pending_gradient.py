@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.engine.tensors.parameters import NoRawMemory, ReadOnly
-from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values
+from deepstow.strategies.engine.tensors.parameters import NoRawMemory, ReadOnly
+from deepstow.strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.memory.stretches import Stretch
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.memory.stretches import Stretch
 
 
 @dataclass(frozen=True, slots=True)

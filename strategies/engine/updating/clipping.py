@@ -28,13 +28,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Layout
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.buckets.jobs import Scale
-from strategies.engine.tensors.torch_functions import writes_to
-from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.updating.gradients import Gradients
-from strategies.engine.updating.norms import norms_of
+from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.buckets.jobs import Scale
+from deepstow.strategies.engine.tensors.torch_functions import writes_to
+from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.updating.gradients import Gradients
+from deepstow.strategies.engine.updating.norms import norms_of
 
 logger = logging.getLogger(__name__)
 PATIENCE = 3  # skipped steps in a row

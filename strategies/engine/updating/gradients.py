@@ -27,15 +27,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Layout, Site
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.ranks.replicas import OneRank, Place
-from strategies.engine.tensors.parameters import on_gradient, take_grad
-from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.transfer.worker import Worker
-from strategies.engine.updating.gradients_down import GradientsDown
-from strategies.engine.updating.norms import TotalNorm, norms_of, together
-from strategies.engine.updating.updates import Updates
+from deepstow.strategies.core.layout import Layout, Site
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.ranks.replicas import OneRank, Place
+from deepstow.strategies.engine.tensors.parameters import on_gradient, take_grad
+from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.transfer.worker import Worker
+from deepstow.strategies.engine.updating.gradients_down import GradientsDown
+from deepstow.strategies.engine.updating.norms import TotalNorm, norms_of, together
+from deepstow.strategies.engine.updating.updates import Updates
 
 
 class Gradients:

@@ -21,10 +21,10 @@ from functools import partial
 
 from torch import Tensor
 
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from strategies.engine.transfer.worker import Worker
-from strategies.engine.updating.norms import norms_of
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.worker import Worker
+from deepstow.strategies.engine.updating.norms import norms_of
 
 
 class GradientsDown:

@@ -39,11 +39,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Item, Layout
-from strategies.core.moments import BLOCK, NOISE_STARTS, expanded_elements
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.memory.arena import Arena
-from strategies.engine.updating.chunks import Chunk
+from deepstow.strategies.core.layout import Item, Layout
+from deepstow.strategies.core.moments import BLOCK, NOISE_STARTS, expanded_elements
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.memory.arena import Arena
+from deepstow.strategies.engine.updating.chunks import Chunk
 
 _BITS = {"bf16": 16, "int8": 20}  # of noise: those that rounding drops
 _MARGIN = 1 << 12

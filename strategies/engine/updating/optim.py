@@ -29,7 +29,7 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from strategies.core.optimizers import STATE, state_names
+from deepstow.strategies.core.optimizers import STATE, state_names
 
 
 @dataclass(frozen=True, slots=True)

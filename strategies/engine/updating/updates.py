@@ -40,18 +40,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from strategies.core.layout import SCRATCH_ELEMENTS, Site
-from strategies.core.moments import HOST_CHUNK
-from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.buckets.jobs import Ahead, Change, Job, Scale
-from strategies.engine.memory.stretches import Stretch, in_memory
-from strategies.engine.ranks.replicas import OneRank
-from strategies.engine.residency import Residency
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from strategies.engine.transfer.worker import Worker
-from strategies.engine.updating.chunks import chunks_of
-from strategies.engine.updating.moments import Moments
-from strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
+from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Site
+from deepstow.strategies.core.moments import HOST_CHUNK
+from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
+from deepstow.strategies.engine.buckets.jobs import Ahead, Change, Job, Scale
+from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
+from deepstow.strategies.engine.ranks.replicas import OneRank
+from deepstow.strategies.engine.residency import Residency
+from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.worker import Worker
+from deepstow.strategies.engine.updating.chunks import chunks_of
+from deepstow.strategies.engine.updating.moments import Moments
+from deepstow.strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
 
 LAST = 1 << 30  # the priority of what is made ahead: sums and norms are needed before, and buckets follow as they land
 

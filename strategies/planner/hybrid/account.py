@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, TypeAlias
 
-from strategies.core.facts import Facts, Precision, RunFacts, Unit
-from strategies.core.layout import SCRATCH_ELEMENTS
-from strategies.core.peak import Saved, backward_peak, forward_peak
-from strategies.core.plan import Home, Kind, When
-from strategies.planner import compressed
-from strategies.planner.activation_policy import WORTH_BYTES, by_policy
-from strategies.planner.cuts import Schedule
-from strategies.planner.exchanges import slices_bytes
-from strategies.planner.expert_slices import rows_bytes
-from strategies.planner.hybrid.degrees import Degrees, Stowed
-from strategies.planner.hybrid.parts import Model, Models, Part
-from strategies.planner.pipeline_bytes import message_bytes, received_bytes
-from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes, live_elements
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Unit
+from deepstow.strategies.core.layout import SCRATCH_ELEMENTS
+from deepstow.strategies.core.peak import Saved, backward_peak, forward_peak
+from deepstow.strategies.core.plan import Home, Kind, When
+from deepstow.strategies.planner import compressed
+from deepstow.strategies.planner.activation_policy import WORTH_BYTES, by_policy
+from deepstow.strategies.planner.cuts import Schedule
+from deepstow.strategies.planner.exchanges import slices_bytes
+from deepstow.strategies.planner.expert_slices import rows_bytes
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
+from deepstow.strategies.planner.hybrid.parts import Model, Models, Part
+from deepstow.strategies.planner.pipeline_bytes import message_bytes, received_bytes
+from deepstow.strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes, live_elements
 
 Chunked: TypeAlias = bool | Literal["auto"] | None
 

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from strategies.core.facts import Facts, UnitKind
-from strategies.planner.exchanges import cluster_of
-from strategies.planner.pipeline_bytes import boundary_bytes
-from strategies.planner.step_cost import unit_seconds
+from deepstow.strategies.core.facts import Facts, UnitKind
+from deepstow.strategies.planner.exchanges import cluster_of
+from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.planner.step_cost import unit_seconds
 
 ATTENTION = 1 / 3  # of a block's compute
 LATER = 1 / 3  # of backward: gradients of weights divided by columns

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from strategies.core.compression import Compression
-from strategies.core.facts import Facts
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Facts
 
 
 class Stowed(Enum):

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from strategies.core.compose import refusals
-from strategies.core.compression import Compression
-from strategies.core.facts import Facts, RunFacts
-from strategies.core.protocol import Refusal, Strategy
-from strategies.core.registry import available, find
-from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
+from deepstow.strategies.core.compose import refusals
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Facts, RunFacts
+from deepstow.strategies.core.protocol import Refusal, Strategy
+from deepstow.strategies.core.registry import available, find
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
 
 # Taken out of the config: what the search decides.
 SEARCHED = ("zero", "tensor", "pipeline", "sequence", "experts", "recompute", "offload")

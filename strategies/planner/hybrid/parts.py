@@ -10,9 +10,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from strategies.core.facts import Facts, Unit, UnitKind
-from strategies.planner.cuts import Schedule, cut
-from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
+from deepstow.strategies.core.facts import Facts, Unit, UnitKind
+from deepstow.strategies.planner.cuts import Schedule, cut
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
 
 Known = Mapping[Size, Facts]  # of one rank
 

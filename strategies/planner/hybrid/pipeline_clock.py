@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from strategies.planner.cuts import Schedule
+from deepstow.strategies.planner.cuts import Schedule
 
 
 @dataclass(frozen=True, slots=True)

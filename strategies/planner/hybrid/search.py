@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 
-from strategies.core.compression import Compression
-from strategies.core.protocol import Refusal
-from strategies.core.sizes import SHARE
-from strategies.planner.budget import device_budget
-from strategies.planner.hybrid import keys
-from strategies.planner.hybrid.account import Account, Bytes, Chunked
-from strategies.planner.hybrid.cluster import Cluster
-from strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
-from strategies.planner.hybrid.parts import Known, Model, Models
-from strategies.planner.hybrid.step_seconds import Price, Pricing
+from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.core.sizes import SHARE
+from deepstow.strategies.planner.budget import device_budget
+from deepstow.strategies.planner.hybrid import keys
+from deepstow.strategies.planner.hybrid.account import Account, Bytes, Chunked
+from deepstow.strategies.planner.hybrid.cluster import Cluster
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
+from deepstow.strategies.planner.hybrid.parts import Known, Model, Models
+from deepstow.strategies.planner.hybrid.step_seconds import Price, Pricing
 
 POLICIES = ("none", "selective", "full")
 BEST, NEAREST = 10, 3

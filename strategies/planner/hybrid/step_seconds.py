@@ -33,18 +33,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
-from strategies.core.layout import SCRATCH_ELEMENTS
-from strategies.planner import compressed
-from strategies.planner.activation_policy import FULL, by_policy
-from strategies.planner.exchanges import slices_seconds
-from strategies.planner.expert_slices import exchanges_of
-from strategies.planner.hybrid.cluster import Cluster
-from strategies.planner.hybrid.degrees import Degrees, Stowed
-from strategies.planner.hybrid.parts import Model, Models, Part
-from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
-from strategies.planner.pipeline_bytes import boundary_bytes
-from strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
+from deepstow.strategies.core.layout import SCRATCH_ELEMENTS
+from deepstow.strategies.planner import compressed
+from deepstow.strategies.planner.activation_policy import FULL, by_policy
+from deepstow.strategies.planner.exchanges import slices_seconds
+from deepstow.strategies.planner.expert_slices import exchanges_of
+from deepstow.strategies.planner.hybrid.cluster import Cluster
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
+from deepstow.strategies.planner.hybrid.parts import Model, Models, Part
+from deepstow.strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
+from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.config.load import load
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.run.checkpoint import WRITING, to_resume
 from tests.e2e.commands import REPO, TRAIN, Server, digest, environment
 from tests.e2e.interrupted import config_in
 from tests.helpers.disk import Data, Loss, Name, Names, Recorded, Rename, Sync, put, record
-from trainer.config.load import load
-from trainer.errors import ConfigError
-from trainer.run.checkpoint import WRITING, to_resume
 
 SAVE, STEPS = 3, 9
 VARIANTS: dict[str, dict[str, Any]] = {

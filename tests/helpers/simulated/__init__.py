@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from strategies.engine.memory import accelerator
-from trainer.dist.deepspeed_ops import clear_abandoned_builds
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.distributed.deepspeed_ops import clear_abandoned_builds
 
 HERE = Path(__file__).parent
 NAME = "sim"

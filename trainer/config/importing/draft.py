@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
 
-from trainer.config.check import check, elsewhere, known_keys
-from trainer.config.importing.read import NAMES, Given, Source
-from trainer.config.sections import SECTIONS
-from trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, shown
+from deepstow.trainer.config.check import check, elsewhere, known_keys
+from deepstow.trainer.config.importing.read import NAMES, Given, Source
+from deepstow.trainer.config.sections import SECTIONS
+from deepstow.trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, shown
 
 LOST = "lost"  # in the outcome of a rule: what of the key is not carried over
 UNNEEDED = "; remove the line"  # how an answer of foreign.yaml ends where nothing is lost without the key

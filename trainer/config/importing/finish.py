@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.config.importing import rules
-from trainer.config.importing.draft import Draft, Value
-from trainer.config.importing.read import Given, Source
-from trainer.config.importing.rules import EXCESS, MICRO, QUANTISED, RATE, SCHEDULE, STEPS, WARMUP
+from deepstow.trainer.config.importing import rules
+from deepstow.trainer.config.importing.draft import Draft, Value
+from deepstow.trainer.config.importing.read import Given, Source
+from deepstow.trainer.config.importing.rules import EXCESS, MICRO, QUANTISED, RATE, SCHEDULE, STEPS, WARMUP
 
 OUT = "training.output_dir"
 DEEPSPEED: dict[str, dict[str, Any]] = {  # by section of a ds_config, and by schedule

@@ -13,10 +13,10 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from trainer.config.arguments import TrainingSection
-from trainer.config.check import elsewhere
-from trainer.config.yaml_file import COMMAND_LINE, Document, Key, Location, dotted, location_of, parse
-from trainer.errors import ConfigError, nearest_file
+from deepstow.trainer.config.arguments import TrainingSection
+from deepstow.trainer.config.check import elsewhere
+from deepstow.trainer.config.yaml_file import COMMAND_LINE, Document, Key, Location, dotted, location_of, parse
+from deepstow.trainer.errors import ConfigError, nearest_file
 
 NAMES: Mapping[str, str] = {
     "deepspeed": "DeepSpeed", "accelerate": "Accelerate", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory",

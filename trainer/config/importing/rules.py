@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from trainer.config.importing.draft import LOST, Draft, Rule
-from trainer.config.importing.read import PATHS, Given, Source
-from trainer.config.yaml_file import error_line
-from trainer.errors import ConfigError
+from deepstow.trainer.config.importing.draft import LOST, Draft, Rule
+from deepstow.trainer.config.importing.read import PATHS, Given, Source
+from deepstow.trainer.config.yaml_file import error_line
+from deepstow.trainer.errors import ConfigError
 
 SMALL = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
 ADAMW = ("adam", "adamw", "fusedadam", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit", *SMALL)

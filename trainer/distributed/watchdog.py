@@ -27,9 +27,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from strategies.core.processes import lives, started_at
-from trainer.dist.exit_file import ExitFile
-from trainer.errors import ExitCode
+from deepstow.strategies.core.processes import lives, started_at
+from deepstow.trainer.distributed.exit_file import ExitFile
+from deepstow.trainer.errors import ExitCode
 
 MOST_S, PER_TIMEOUT = 5.0, 8.0  # between two beats: so often per timeout, and at least every 5 s
 GRACE_S = 20.0  # for a death to be noticed by those who wait for the rank

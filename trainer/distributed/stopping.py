@@ -45,9 +45,9 @@ from typing import Any
 
 import psutil
 
-from strategies.core.processes import lives
-from trainer.dist.exit_file import ExitFile
-from trainer.errors import ExitCode, let_go, write_line
+from deepstow.strategies.core.processes import lives
+from deepstow.trainer.distributed.exit_file import ExitFile
+from deepstow.trainer.errors import ExitCode, let_go, write_line
 
 # Programs, and modules started with -m. ``accelerate launch`` starts torch's in its own process.
 PROGRAMS = frozenset(["deepspeed", "deepspeed.pt", "ds", "torchrun", "accelerate", "accelerate-launch"])

@@ -30,8 +30,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from strategies.core.processes import lives
-from trainer.errors import MEANINGS, ConfigError, ExitCode
+from deepstow.strategies.core.processes import lives
+from deepstow.trainer.errors import MEANINGS, ConfigError, ExitCode
 
 NAME, LOCK = "exit.json", "run.lock"
 ROOM, ROOM_BYTES = ".exit.json", 1024  # on the disk since the run began, for one whose disk is full at its end

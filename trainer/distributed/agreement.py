@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from strategies.core.sealed import digest_of
-from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError, ExitCode, UserError
+from deepstow.strategies.core.sealed import digest_of
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import ConfigError, ExitCode, UserError
 
 T = TypeVar("T")
 DAY_S, WEEK_S = 24 * 3600, 7 * 24 * 3600  # for what the first rank may do while the others wait

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.errors import ConfigError
+from deepstow.trainer.errors import ConfigError
 
 
 class Op(NamedTuple):
@@ -57,7 +57,7 @@ def cache_folder() -> Path:
 
 def announcement() -> str | None:
     """A line about what DeepSpeed's engine will compile on this machine; None if nothing."""
-    from strategies.engine.memory import accelerator
+    from deepstow.strategies.engine.memory import accelerator
 
     if accelerator.kind() is not None:
         return None  # with Hugging Face's optimizers none of its extensions for devices is needed

@@ -16,10 +16,17 @@ from typing import Any
 
 import torch
 
-from strategies.engine.memory import accelerator
-from trainer.dist.ranks import Ranks, describe, from_environment, process_group, quiet_libraries, settle_environment
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.distributed.ranks import (
+    Ranks,
+    describe,
+    from_environment,
+    process_group,
+    quiet_libraries,
+    settle_environment,
+)
 
-PRELOAD = ["trainer.dist.preloaded"]
+PRELOAD = ["deepstow.trainer.distributed.preloaded"]
 
 
 class WorldError(RuntimeError):

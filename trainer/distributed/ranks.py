@@ -37,9 +37,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trainer.dist.deepspeed_ops import announcement, clear_abandoned_buffers, clear_abandoned_builds
-from trainer.dist.watchdog import Watchdog
-from trainer.errors import ConfigError
+from deepstow.trainer.distributed.deepspeed_ops import announcement, clear_abandoned_buffers, clear_abandoned_builds
+from deepstow.trainer.distributed.watchdog import Watchdog
+from deepstow.trainer.errors import ConfigError
 
 # A launcher ends all ranks as soon as one has failed, and reports that one's exit code. The rank with the cause should
 # be that one, so a rank that only lost its peer waits this long.
@@ -187,7 +187,7 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
     import torch
     import torch.distributed
 
-    from strategies.engine.memory import accelerator
+    from deepstow.strategies.engine.memory import accelerator
 
     for name, value in describe(ranks).items():
         os.environ.setdefault(name, value)  # `accelerate launch` with one rank sets the master only

@@ -23,10 +23,10 @@ Any Hugging Face Trainer, TRL's as well::
 ``NonFiniteError`` is raised by training whose gradients are not finite three steps in a row.
 """
 
-from strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, UpdateRule, stow
-from strategies.engine.forward.checkpointing import recompute
-from trainer.planning.plan_for import plan_for
-from trainer.run.stowed_trainer import StowedTrainer, stowed
+from deepstow.strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, UpdateRule, stow
+from deepstow.strategies.engine.forward.checkpointing import recompute
+from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run.stowed_trainer import StowedTrainer, stowed
 
 __all__ = [
     "SGD",
