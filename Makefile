@@ -57,7 +57,7 @@ faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k lau
 lint: $(READY) ## format, lint and type checks
 	ruff format --check .
 	ruff check .
-	mypy trainer strategies launch deepstow.py benchmarks/*.py benchmarks/harness
+	mypy
 
 format: $(READY) ## format the code
 	ruff format .

@@ -20,7 +20,8 @@ from statistics import median
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.strategies.engine.memory.arena import HostMemory
 from deepstow.strategies.engine.memory.checksums import Checksums

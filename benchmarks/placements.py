@@ -28,7 +28,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.strategies.core.facts import Facts, MachineFacts, Param, Precision, Rates, RunFacts, Unit, UnitKind
 from deepstow.strategies.core.protocol import MemoryRefusal

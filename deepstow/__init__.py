@@ -23,10 +23,14 @@ Any Hugging Face Trainer, TRL's as well::
 ``NonFiniteError`` is raised by training whose gradients are not finite three steps in a row.
 """
 
-from deepstow.strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, UpdateRule, stow
-from deepstow.strategies.engine.forward.checkpointing import recompute
-from deepstow.trainer.planning.plan_for import plan_for
-from deepstow.trainer.run.stowed_trainer import StowedTrainer, stowed
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepstow.strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, UpdateRule, stow
+    from deepstow.strategies.engine.forward.checkpointing import recompute
+    from deepstow.trainer.planning.plan_for import plan_for
+    from deepstow.trainer.run.stowed_trainer import StowedTrainer, stowed
 
 __all__ = [
     "SGD",
@@ -40,3 +44,22 @@ __all__ = [
     "stow",
     "stowed",
 ]
+# Where a name is defined. Each is imported when it is asked for: commands import this package, and start without torch.
+_MODULES = dict.fromkeys(__all__, "deepstow.strategies.engine") | {
+    "StowedTrainer": "deepstow.trainer.run.stowed_trainer",
+    "plan_for": "deepstow.trainer.planning.plan_for",
+    "recompute": "deepstow.strategies.engine.forward.checkpointing",
+    "stowed": "deepstow.trainer.run.stowed_trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """One of the names above."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """For completion."""
+    return sorted({*globals(), *__all__})

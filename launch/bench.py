@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
+if __name__ == "__main__":  # runs where the package is not installed, too
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.benchmarks.harness import record, work
 from deepstow.launch import cli
@@ -43,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """One subcommand per theme. ``deepstow.benchmarks.harness.work`` parses the values and raises ConfigError itself."""
+    """One subcommand per theme. ``benchmarks/harness/work.py`` parses the values and raises ConfigError itself."""
     whole = cli.explained(Parser(), "bench", __doc__)
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
     for name, (contenders, text) in THEMES.items():

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
+if __name__ == "__main__":  # runs where the package is not installed, too
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.launch import cli
 from deepstow.strategies.report.table import table

@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
+if __name__ == "__main__":  # runs where the package is not installed, too
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.benchmarks.harness.record import QUIET
 from deepstow.launch import cli

@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
+if __name__ == "__main__":  # runs where the package is not installed, too
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.launch import cli
 from deepstow.trainer.run import history, screen

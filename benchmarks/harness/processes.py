@@ -18,11 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import deepstow
 from deepstow.benchmarks.harness.work import Contender, Work
 from deepstow.strategies.core.sizes import human, human_duration, human_number
 from deepstow.trainer.distributed.ranks import GRACE_S, Ranks, describe
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(deepstow.__file__).resolve().parents[1]  # or the folder that has the installed package
 RUN_LIMIT_S = 1800
 
 Run = dict[str, Any]  # what one run measured (``child.py``), or its reason under "failed"; a record holds it whole

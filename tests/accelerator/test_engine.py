@@ -24,8 +24,8 @@ from tests.parity.test_zoo import MODELS, NORM, TRAVEL, clipped
 
 DEVICE = "sim:0"
 # The exactness gate of ``tests/parity/test_engine.py``, of which any two levels meet here; all its cases run by
-# ``python -m deepstow.benchmarks.gpu_engine --device sim``. The device is compared with itself: its kernels are the CPU's, but
-# gradients are summed in another order.
+# ``python -m deepstow.benchmarks.gpu_engine --device sim``. The device is compared with itself: its kernels are the
+# CPU's, but gradients are summed in another order.
 TABLE = Table(
     {
         **{name: levels for name, levels in FP32.factors.items() if name != "transfer"},

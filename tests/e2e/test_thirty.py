@@ -1,7 +1,7 @@
 """Five runs of two ranks in a row, or thirty by `make thirty`, to the interpreter's own end: code 0, no last words.
 
-What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/distributed/ranks.py``. The ranks are
-forked from a process that has done its imports (``ranks_server.py``), so a run takes a second or two; with
+What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/distributed/ranks.py``. The
+ranks are forked from a process that has done its imports (``ranks_server.py``), so a run takes a second or two; with
 ``DEEPSTOW_LAUNCHER=torchrun`` (or ``deepspeed``) they are started by that launcher instead.
 """
 

@@ -13,11 +13,12 @@ import pytest
 
 from tests.e2e.commands import REPO, Result, run, write_config
 
-TOPS = ("trainer", "strategies", "launch", "benchmarks/harness")
+FOLDERS = ("trainer", "strategies", "launch", "benchmarks")
 PROGRAM = """
 import sys, deepstow, torch
+from deepstow import stowed
 from deepstow.launch.cli import main
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 plan = deepstow.plan_for(model, gpu_memory="16MiB", batch=(2, 8), max_grad_norm=0.0)
@@ -30,12 +31,15 @@ for _ in range(3):
     optimizer.zero_grad()
     losses.append(loss.item())
 assert losses[2] < losses[0], losses
+assert stowed(Trainer, gpu_memory="16MiB").__name__ == "StowedTrainer"
 print(deepstow.__file__)
 config = ["--config", sys.argv[1]]
 assert main(["plan", "--search", *config, "--world-size", "2", "--profile", "rtx4090-pcie4"]) == 0
 assert main(["doctor"]) in (0, 1)
 assert main(["train", *config, "training.lr=1"]) == 2  # by foreign.yaml
 assert main(["train", *config]) == 0
+import benchmarks, launch, strategies, trainer
+assert {each.MINE for each in (benchmarks, launch, strategies, trainer)} == {True}
 """
 
 
@@ -44,9 +48,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what the checkout has: a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "copy"
-    for name in ("trainer", "strategies", "launch", "benchmarks"):
-        shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("records", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "deepstow.py"):
+    for name in ("deepstow", *FOLDERS):
+        shutil.copytree(
+            REPO / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("records", "__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, copy / name)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*command, "-w", str(folder), str(copy)], check=True, capture_output=True)
@@ -65,25 +71,35 @@ def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     command = [sys.executable, "-m", "pip", "-q", "--python", str(python), "install", "--no-deps", "--no-index"]
     subprocess.run([*command, "--ignore-installed", str(wheel)], check=True, capture_output=True)
 
-    def start(program: str, *arguments: str) -> Result:
-        command = ["env", "-C", str(folder), str(python.with_name(program)), *arguments]
-        return run(command, folder, PYTHONPATH="")
+    def start(where: Path, program: str, *arguments: str) -> Result:
+        command = ["env", "-C", str(where), str(python.with_name(program)), *arguments]
+        return run(command, where, PYTHONPATH="")
 
     return start
 
 
-def test_the_wheel_has_every_module(wheel: Path) -> None:
-    there = {str(path.relative_to(REPO)) for top in TOPS for path in (REPO / top).rglob("*.py")}
-    there |= {"deepstow.py", *(f"benchmarks/{path.name}" for path in (REPO / "benchmarks").glob("*.py"))}
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
-    assert names == there
+def test_the_wheel_has_every_module_and_no_other_name(wheel: Path) -> None:
+    modules = [path.relative_to(REPO) for name in FOLDERS for path in (REPO / name).rglob("*.py")]
+    there = {f"deepstow/{path}" for path in modules if path.parts[:2] != ("benchmarks", "records")}
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if name.endswith(".py")} == there | {"deepstow/__init__.py"}
+    (metadata,) = {name.partition("/")[0] for name in names} - {"deepstow"}
+    assert metadata.endswith(".dist-info")
 
 
 @pytest.mark.slow
 def test_all_that_a_program_can_call(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
+    """From a folder whose modules have the names of our folders, and are found before what is installed."""
     config = write_config(tmp_path, training={"max_steps": 1})
-    found = elsewhere("python", "-c", PROGRAM, str(config)).check().quiet()
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    for name in FOLDERS:
+        mine = tmp_path / name / "__init__.py" if name == "strategies" else tmp_path / f"{name}.py"
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("MINE = True\n")
+    found = elsewhere(tmp_path, "python", str(program), str(config)).check().quiet()
     assert "/env/" in found.out and "that is PyTorch's name" in found.err
     assert found.lines("ok   python") and found.lines("ok   torch")
     assert (tmp_path / "run" / "metrics.jsonl").exists()
-    assert elsewhere("deepstow", "--version").check().out.startswith("deepstow 0.")
+    assert elsewhere(tmp_path, "deepstow", "--version").check().out.startswith("deepstow 0.")
+    elsewhere(tmp_path, "python", "-m", "deepstow.launch.train", "--schema").check().quiet()

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ FILES = sorted(path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / n
 BENCHMARKS = sorted(
     path.relative_to(ROOT) for pattern in ("*.py", "harness/*.py") for path in (ROOT / "benchmarks").glob(pattern)
 )
-EVERYWHERE = [*FILES, *BENCHMARKS, Path("deepstow.py")]
+EVERYWHERE = [*FILES, *BENCHMARKS, Path("deepstow/__init__.py")]
 STRATEGIES = [path for path in FILES if path.parent == Path("strategies") and path.stem != "__init__"]
 PURE = [path for path in FILES if path.parts[:2] in {("strategies", name) for name in ("core", "planner", "report")}]
 MOST_LINES, MOST_FUNCTION_LINES = 600, 70
 
-# The rooms, each behind those that may import it. A strategy is a file of its own, directly in `strategies`.
+# The rooms, without the root `deepstow.`, each behind those that may import it. A strategy is a file of its own,
+# directly in `strategies`.
 ROOMS = (
     "strategies.core", "strategies.planner", "strategies.report", "strategies.state", "strategies.engine",
-    "strategies.backends", "strategies", "trainer.errors", "trainer.config", "trainer.tasks", "trainer.dist",
-    "trainer.model", "trainer.machine", "trainer.planning", "trainer.data", "trainer.run", "trainer.verify", "deepstow",
-    "tests", "benchmarks", "launch",
+    "strategies.backends", "strategies", "trainer.errors", "trainer.config", "trainer.tasks",
+    "trainer.distributed", "trainer.model", "trainer.machine", "trainer.planning", "trainer.data", "trainer.run",
+    "trainer.verify", "deepstow", "tests", "benchmarks", "launch",
 )  # fmt: skip
 # The floors of ``strategies/engine``, lowest first.
 FLOORS = (
@@ -72,14 +74,17 @@ def module_of(path: Path) -> str:
 
 
 def imports(tree: ast.AST, *, module_level: bool = False, typing: bool = True) -> Iterator[str]:
-    """Dotted names of everything imported; ``typing``: with what only type checkers see, never at module level."""
+    """Dotted names of everything imported, ours without their root; ``typing``: with what only type checkers see, never
+    at module level.
+    """
     for node in running(tree, functions=not module_level) if module_level or not typing else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.removeprefix("deepstow.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, "imports are absolute"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            module = node.module.removeprefix("deepstow.")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def running(tree: ast.AST, *, functions: bool) -> Iterator[ast.AST]:
@@ -109,6 +114,13 @@ def test_the_scan_sees_the_code() -> None:
     assert {Path("strategies/core/compose.py"), Path("strategies/planner/placement_search.py")} <= set(PURE)
     assert "strategies.core.plan.Plan" in set(imports(tree_of(Path("trainer/run/order.py"))))
     assert {room_of(module_of(path)) for path in EVERYWHERE} >= set(ROOMS) - {"tests"}
+
+
+@pytest.mark.parametrize("name", ["trainer.errors", "strategies.core", "launch.cli", "benchmarks.harness"])
+def test_nothing_is_imported_without_the_root(name: str) -> None:
+    """By no name in a string either: it would be a second module, whose classes are others."""
+    with pytest.raises(ImportError, match=f"^import deepstow.{name.partition('.')[0]}$"):
+        import_module(name)
 
 
 def test_no_import_runs_back_up() -> None:
@@ -250,7 +262,9 @@ def test_cuda_is_named_in_one_place() -> None:
         named = any(isinstance(value, ast.Name) and value.id == "torch" for value in attributes)
         return named or any(starts(name, "torch.cuda") for name in imports(tree_of(path)))
 
-    assert {Path("deepstow.py"), Path("benchmarks/gpu_engine.py"), Path("trainer/machine/probe.py")} <= set(EVERYWHERE)
+    assert {Path("deepstow/__init__.py"), Path("benchmarks/gpu_engine.py"), Path("trainer/machine/probe.py")} <= set(
+        EVERYWHERE
+    )
     assert [str(path) for path in EVERYWHERE if names_cuda(path)] == ["strategies/engine/memory/accelerator.py"]
 
 

@@ -57,7 +57,7 @@ def test_the_table_of_private_methods_is_what_our_trainers_override() -> None:
     text = (ROOT / "docs/design.md").read_text()
     rows = re.findall(r"^\| `(_\w+)` \| `([\w/.]+)` \| .+ \| `([\w/.]+)::(\w+)` \|$", text, re.M)
     assert {(name, where) for name, where, _, _ in rows} == {
-        (name, f"{kind.__module__.replace('.', '/')}.py")
+        (name, f"{kind.__module__.removeprefix('deepstow.').replace('.', '/')}.py")
         for kind in OURS
         for name in vars(kind)
         if re.match(r"_(?!_)", name) and hasattr(transformers.Trainer, name)

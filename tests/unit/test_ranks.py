@@ -1,9 +1,9 @@
 """Who am I among the ranks, and: no thread of a process group outlives the group.
 
 The second is the deterministic form of a death that came in one run of eight; see [Note: closing gloo] in
-``trainer/distributed/ranks.py``. A gloo group's worker threads are called ``pt_gloo_runloop``. They must be there while the
-group is open (else the test would prove nothing) and gone when ``process_group`` has closed it, before the interpreter
-ends.
+``trainer/distributed/ranks.py``. A gloo group's worker threads are called ``pt_gloo_runloop``. They must be there while
+the group is open (else the test would prove nothing) and gone when ``process_group`` has closed it, before the
+interpreter ends.
 """
 
 import os
@@ -122,7 +122,7 @@ def write_threads(path: Path) -> None:
 
 
 def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) -> dict[str, int]:
-    """A run through ``deepstow.trainer.run.run._guarded``, on random tokens; what is written afterwards is the test's."""
+    """A run through ``_guarded`` of ``trainer/run/run.py``, on random tokens; what is written then is the test's."""
     from deepstow.trainer.run import run as run_module
     from deepstow.trainer.verify.verify import random_run
 

@@ -1,6 +1,6 @@
 """The sections of a config as types: ``model``, ``data``, ``training`` and ``strategies``.
 
-Name, type, range, default and meaning of each key are stated once, here and in ``deepstow.trainer.config.arguments``; error
+Name, type, range, default and meaning of each key are stated once, here and in ``trainer/config/arguments.py``; error
 lines, the JSON schema and ``docs/config.md`` are derived from that. A strategy's section has the fields of its class.
 """
 
@@ -220,7 +220,7 @@ OPTIONAL: Mapping[str, type[Section]] = {
 
 
 class RunConfig(Section):
-    """Everything that decides a run. ``deepstow.trainer.config.load`` makes it from files; equal configs give equal runs."""
+    """Everything that decides a run. ``trainer/config/load.py`` makes it from files; equal configs give equal runs."""
 
     task: TaskName = option("What is learned; docs/tasks.md has the columns that each needs.", "sft")
     model: ModelSection

@@ -14,12 +14,13 @@ NAMES = (
     "torch", "torch.utils.cpp_extension", "torch.utils.tensorboard", "setuptools", "deepspeed",
     "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.utils.pin_memory", "deepstow.strategies.backends.deepspeed_state",
-    "transformers.trainer", "transformers.models.llama.modeling_llama", "datasets", "accelerate", "peft",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.utils.serialization",
-    "deepstow.strategies.engine.forward.routed_linear", "deepstow.trainer.data.collate", "deepstow.trainer.data.prepare", "deepstow.trainer.data.sample",
-    "deepstow.trainer.data.tokenizer", "deepstow.trainer.run.export", "deepstow.trainer.run.oom", "deepstow.trainer.run.order",
-    "deepstow.trainer.run.plan_check", "deepstow.trainer.run.run", "deepstow.trainer.run.trainer", "deepstow.trainer.verify.verify",
+    "deepspeed.utils.pin_memory", "transformers.trainer", "transformers.models.llama.modeling_llama", "datasets",
+    "accelerate", "peft", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.utils.serialization",
+    "deepstow.strategies.backends.deepspeed_state", "deepstow.strategies.engine.forward.routed_linear",
+    "deepstow.trainer.data.collate", "deepstow.trainer.data.prepare", "deepstow.trainer.data.sample",
+    "deepstow.trainer.data.tokenizer", "deepstow.trainer.run.export", "deepstow.trainer.run.oom",
+    "deepstow.trainer.run.order", "deepstow.trainer.run.plan_check", "deepstow.trainer.run.run",
+    "deepstow.trainer.run.trainer", "deepstow.trainer.verify.verify",
 )  # fmt: skip
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as launch/cli.py does
