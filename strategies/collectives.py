@@ -30,13 +30,12 @@ from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
-from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Strategy
+from deepstow.strategies.core.protocol import BITWISE, LOSSY, Gone, Idle, Parity, Phase, Refusal, Strategy
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.compressed import bucket_bytes, reserves
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 from deepstow.strategies.planner.two_level import SLICES, UNKNOWN, best, machines_of, phases
 
-ADAMS = ("adamw_torch", "adamw_torch_fused")  # which 1-bit Adam knows
 ALONE = tuple(name for name in ELEMENTWISE if name not in BITSANDBYTES)  # whose state ranks save, each its own
 KEY, COMPRESS = "strategies.collectives.hierarchical", "strategies.collectives.compress"
 LOCAL = "strategies.collectives.local_steps"
@@ -44,7 +43,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {  # the methods that each is of
     "density": ("topk",),
     "momentum": ("topk",),
     "rank": ("powersgd",),
-    "start": ("powersgd", "topk", "int8", "onebit"),
+    "start": ("powersgd", "topk", "int8"),
 }
 _ORDER = (
     "gradients of more than two ranks are added in another order than by plain data parallelism; where those of an "
@@ -82,6 +81,12 @@ class Collectives(Strategy):
     phase = Phase.WHO
     needs_ranks = True
     examples = ({"hierarchical": True}, {"slices": 2})
+    gone = {
+        ("compress", "onebit"): Gone(
+            "1-bit Adam learned less than what sends as much; write powersgd or int8",
+            "1-bit Adam's momentum and frozen variance are not AdamW's; start anew from its weights",
+        )
+    }
 
     hierarchical: bool = Field(default=True, description="Exchange in phases inside and across machines.")
     slices: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
@@ -89,7 +94,7 @@ class Collectives(Strategy):
         description="Parts of an exchange, of which one travels inside while another travels across; auto: by the "
         "rates, if they are known.",
     )
-    compress: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8", "onebit"] = Field(
+    compress: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8"] = Field(
         default="none", description="Lossy: send gradients in fewer bytes, plainly or beside offload, in one ring."
     )
     density: float = Field(default=0.01, gt=0, le=1, description="Part of the elements that topk sends.")
@@ -97,9 +102,7 @@ class Collectives(Strategy):
         default=0.0, ge=0, lt=1, description="With topk and optim sgd: momentum of each rank's own gradients."
     )
     rank: int = Field(default=4, ge=1, le=128, description="Rank of the two factors that powersgd sends of a matrix.")
-    start: int = Field(
-        default=10, ge=2, description="Steps before topk, int8, powersgd or onebit begins; they send all."
-    )
+    start: int = Field(default=10, ge=2, description="Steps before topk, int8 or powersgd begins; they send all.")
 
     local_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -168,7 +171,7 @@ class Collectives(Strategy):
 
     def _refuses_lossy(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         alone, owes, in_fp16 = self.local_steps is not None, self._compression().owes, run.precision is Precision.FP16
-        signs, powersgd, begins = self.compress == "onebit", self.compress == "powersgd", "start" in self.written
+        powersgd, begins = self.compress == "powersgd", "start" in self.written
         engine = others["offload"].model_dump() if "offload" in others else {}
         sixteen = run.precision is Precision.BF16 and not run.adapters
         for name in (*(("zero",) if alone or not engine else ()), *_OTHERS):
@@ -185,16 +188,13 @@ class Collectives(Strategy):
                 yield Refusal(f"strategies.offload.{key}", engine[key], cure)
         for holds, cure in (
             (bool(engine) and alone and owes, _OWES),
-            (bool(engine) and signs, "has momentum exchanged, which the memory engine has elsewhere; take powersgd"),
             (bool(engine) and sixteen and not owes and not alone, _IN_ENGINE),
             (self.written.get("hierarchical") is True or "slices" in self.written, _RING),
             (run.trained_bytes != 4 and not engine, _BITS),
             (in_fp16 and (alone or owes), _SCALE),
-            (alone and (signs or powersgd), "exchanges differences; take compress: none, bf16, fp16, topk or int8"),
+            (alone and powersgd, "exchanges differences; take compress: none, bf16, fp16, topk or int8"),
             (alone and begins and owes, "compresses from its first exchange on; leave start out"),
             (alone and run.optim not in ALONE, f"ranks cannot save {run.optim}, each its own; take {', '.join(ALONE)}"),
-            (signs and run.optim not in ADAMS, f"is AdamW in two stages, not {run.optim}; take {' or '.join(ADAMS)}"),
-            (signs and not alone and not begins, "needs start, steps before variance is frozen: 15 to 25 % of all"),
             (powersgd and not alone and not engine and run.recomputes, _BUCKETS),
         ):
             if holds:
@@ -227,7 +227,7 @@ class Collectives(Strategy):
         """The facts with the number of slices, by which all others see what an exchange takes."""
         ranks, here = facts.run.copies, facts.machine.ranks or facts.run.copies
         if self._lossy and ranks > 1:
-            if facts.run.pruned and (self.local_steps is not None or self.compress == "onebit"):
+            if facts.run.pruned and self.local_steps is not None:
                 raise Refusal(
                     *self._what, "has not been compared beside prune, whose zeros stay; leave one of them out"
                 )

@@ -33,6 +33,7 @@ from deepstow.strategies.core.plan import RUN, Conflict, Decision, EngineSet, Pl
 from deepstow.strategies.core.protocol import (
     BITWISE,
     LOSSY,
+    Gone,
     MemoryRefusal,
     Parity,
     Phase,
@@ -170,12 +171,13 @@ class Offload(Strategy):
         "bits of one process that accumulates. fast: by one reduce-scatter, which needs no memory to receive them, "
         "sends less between machines and adds in another order (1e-3 of the largest weight; two ranks: the same bits).",
     )
-    update_in_backward: bool | Literal["auto", "speculative"] = Field(
+    update_in_backward: bool | Literal["auto"] = Field(
         default="auto",
         description="Updates start while backward runs: those by the CPU, and those on the device that need no copies; "
-        "auto: where nothing is clipped. speculative: with clipping too, the CPU's, as far as the host has room for "
-        "their state twice and that makes the step shorter; where the norm is too large they are made again.",
+        "auto: where nothing is clipped.",
     )
+
+    gone = {("update_in_backward", "speculative"): Gone("it gained nothing that was measured; write auto")}
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
     _brief: bool = PrivateAttr(default=False)
@@ -212,8 +214,6 @@ class Offload(Strategy):
         if self.update_in_backward is True and self._agrees(run):
             cure = "ranks that share the state, or the model, agree on a step first; write auto"
             yield self._refusal("update_in_backward", cure)
-        elif self.update_in_backward == "speculative" and (said := self._cannot_speculate(run)):
-            yield self._refusal("update_in_backward", f"{said}; write auto")
         elif self.update_in_backward is True and run.precision is Precision.FP16:
             yield self._refusal("update_in_backward", "fp16's loss scale needs all gradients first; write auto")
         elif self.update_in_backward is True and run.max_grad_norm > 0:
@@ -238,15 +238,6 @@ class Offload(Strategy):
         if self._sums_over_ranks(run) and self.gradients == "host":
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
             yield self._refusal("gradients", cure)
-
-    def _cannot_speculate(self, run: RunFacts) -> str:
-        if run.world_size > 1:
-            return f"is for one rank, and there are {run.world_size}"
-        if run.precision is Precision.FP16:
-            return "fp16's loss scale is a factor on all gradients"
-        if self.moments != "fp32":
-            return f"is for moments in fp32, not {self.moments}"
-        return f"is for what the CPU updates, not site: {self.site}" if self.site in ("device", "streamed") else ""
 
     def _refusal(self, option: str, cure: str) -> Refusal:
         return Refusal(f"strategies.offload.{option}", getattr(self, option), cure)
@@ -396,7 +387,6 @@ class Offload(Strategy):
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
             prefetch=None if self.prefetch == "auto" else self.prefetch,
             in_backward=self._in_backward(facts.run),
-            updates_ahead=self.update_in_backward == "speculative" and facts.run.max_grad_norm > 0,
             site=self.site if self.moments == "fp32" else "host",
             moments_as=self.moments,
             rounds=self.masters == "bf16",

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from deepstow.strategies.backends import onebit_adam
 from deepstow.strategies.backends.codec_int8 import Int8
 from deepstow.strategies.backends.codec_topk import TopK
 from deepstow.strategies.backends.ddp_hook import Hook
@@ -57,7 +56,7 @@ def codec_of(how: Compression, trained: Iterable[tuple[str, Tensor]], group: Any
         return PowerSGDState(group, how.rank, start_powerSGD_iter=how.start, orthogonalization_epsilon=EPSILON)
     if how.method == "topk":
         return TopK(trained, how.density, how.momentum, group)
-    return {"int8": Int8, "onebit": onebit_adam.Signs}[how.method](trained, group) if how.owes else None
+    return Int8(trained, group) if how.owes else None
 
 
 def average(tensors: Sequence[Tensor], sent: torch.dtype, group: Any) -> None:
@@ -116,8 +115,6 @@ class Compressed:
             self._codec, self._device = codec_of(self.compression, sizes, self._group), torch.device("cpu")
             optimizer.engine.ranks.exchange = self
             optimizer.register_step_post_hook(self._count)
-        elif self.compression.method == "onebit":
-            optimizer.register_step_pre_hook(self._step)
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
@@ -148,21 +145,8 @@ class Compressed:
                 codec.exchange(names, gradients)
         return True
 
-    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._own_gradients:
-            if self._steps == self.compression.start + 1:
-                onebit_adam.freeze(optimizer)
-            onebit_adam.step(optimizer, self._codec, self._names)
-
-    @property
-    def _own_gradients(self) -> bool:
-        """Whether gradients of this step are those of this rank alone."""
-        return self.compression.method == "onebit" and self._steps > self.compression.start
-
     def norm_of_all(self, norm: Tensor) -> Tensor:
-        """The mean over ranks, where each has clipped its own gradients, so that all see what is not finite."""
-        if self._own_gradients:
-            dist.all_reduce(norm.div_(self._group.size()), group=self._group)
+        """``norm``, which all ranks have."""
         return norm
 
     def outer_weights(self) -> AbstractContextManager[None]:
@@ -185,7 +169,7 @@ class Compressed:
             dist.all_reduce(flat.div_(self._group.size()), group=self._group)
             if self.compression.momentum:
                 self._codec.follow(names, bucket.gradients())
-        elif self.compression.method != "onebit":  # whose momentum is exchanged, by ``_step``
+        else:
             self._codec.exchange(names, bucket.gradients())
         self._steps += bucket.is_last()
         return flat

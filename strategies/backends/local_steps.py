@@ -14,7 +14,7 @@ read and written where they rest, parameter by parameter (``_Stowed``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepstow.strategies.backends.compressed import SENT, Compressed, average, codec_of
-from deepstow.strategies.backends.onebit_adam import batches
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.engine.optimizer import StowOptimizer
+from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 from deepstow.strategies.state.saved_state import MASTER
 
 
@@ -85,10 +85,21 @@ class _Stowed(_Plain):
         self._optimizer.access.set_state(self._params[name], found)
 
 
+def _batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that are exchanged together: as torch's buckets, a message has about ``MESSAGE_BYTES``."""
+    some: list[Tensor] = []
+    for param in params:
+        some.append(param)
+        if sum(each.numel() for each in some) * 4 >= MESSAGE_BYTES:
+            yield some
+            some = []
+    yield from [some] if some else []
+
+
 class LocalSteps(Compressed):
     """How the ranks of the default group learn from each other; a collective."""
 
-    afresh, _own_gradients = "ranks go on from the outer weights", True
+    afresh = "ranks go on from the outer weights"
 
     @torch.no_grad()
     def follow(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -105,6 +116,11 @@ class LocalSteps(Compressed):
         self._codec = codec_of(self.compression, params.items(), self._group)
         optimizer.register_step_post_hook(self._step)
 
+    def norm_of_all(self, norm: Tensor) -> Tensor:
+        """The mean over ranks, since each has clipped its own gradients, so that all see what is not finite."""
+        dist.all_reduce(norm.div_(self._group.size()), group=self._group)
+        return norm
+
     @torch.no_grad()
     def _step(self, *_: Any) -> None:
         self._steps += 1
@@ -112,7 +128,7 @@ class LocalSteps(Compressed):
             return
         self._inner.settle()
         names = {id(outer): name for name, outer in self._outer.items()}
-        for some in batches(self._outer.values()):
+        for some in _batches(self._outer.values()):
             own = {names[id(outer)]: self._inner.weight(names[id(outer)]) for outer in some}
             differences = [self._outer[name].to(weight.device) - weight for name, weight in own.items()]
             self._average([*own], differences)

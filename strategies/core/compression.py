@@ -10,7 +10,7 @@ from typing import Literal
 class Compression:
     """How gradients are exchanged in fewer bytes (``strategies/backends/compressed.py``)."""
 
-    method: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8", "onebit"]
+    method: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8"]
     density: float  # the part of the elements that top-k sends
     rank: int  # of PowerSGD's factors
     start: int  # steps before that exchange all, where something is owed

@@ -24,7 +24,6 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     SCALES    4 m per block of elements, beside moments in int8
     EXPANDED  on the host, one for all: moments, and masters that are rounded, while they are updated, in fp32, and
               noise (``core/moments.py``)
-    AHEAD     4 m and 4 on the host: new state that is made beside the present one, under backward (``updates_ahead``)
     STEPS     4 per parameter: torch counts updates per parameter
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
@@ -111,7 +110,6 @@ class Item(Enum):
     MOMENTS = "moments"
     SCALES = "scales of moments"
     EXPANDED = "expanded moments"
-    AHEAD = "state made ahead"
     STEPS = "update counts"
     VISIT = "visiting state"
     SCRATCH = "scratch"
@@ -146,7 +144,6 @@ class Bucket:
     grad_taken: bool = False  # it waits nowhere on the host: the CPU's update takes it in backward, from a slot
     on_disk: bool = False  # moments, and masters in mixed precision, rest in a file; if frozen, the weight that travels
     copy_on_disk: bool = False  # and so does the weight that travels, if it is trained
-    updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
     rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
     in_fp8: bool = False  # frozen matrices, which were rounded once, and travel so
 
@@ -343,8 +340,6 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.MOMENTS, state_home, each * layout.moments * bucket.share)
         if layout.moments_as == "int8":
             yield Need(name, Item.SCALES, state_home, 4 * layout.moments * sum(blocks_of(bucket.sizes)))
-    if bucket.updates_ahead:
-        yield Need(name, Item.AHEAD, Home.HOST, 4 * (layout.moments + 1) * bucket.share)
     count_home = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
     yield Need(name, Item.STEPS, count_home, aligned(4 * len(bucket.params)))
     if bucket.site is Site.STREAMED and (state := bucket.state_bytes(layout.moments)):

@@ -17,7 +17,7 @@ from enum import Enum
 from functools import cache
 from importlib.metadata import version
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -88,6 +88,13 @@ LOSSY = inf
 BITWISE = Parity(0.0, "")
 
 
+class Gone(NamedTuple):
+    """An option, or a value of one, that earlier versions had."""
+
+    cure: str  # what to write instead
+    state: str = ""  # why no run goes on from a checkpoint that was saved with it; empty: one goes on without
+
+
 class Strategy(BaseModel, ABC):
     """Base of every strategy. Fields are the options; the class docstring is the user's manual."""
 
@@ -114,6 +121,18 @@ class Strategy(BaseModel, ABC):
     # Strategies whose questions this one answers itself, where both are on; see ``beside``.
     takes_over: ClassVar[tuple[str, ...]] = ()
     needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only
+    # By option and value; None: whatever the value.
+    gone: ClassVar[Mapping[tuple[str, str | None], Gone]] = {}
+
+    @classmethod
+    def gone_of(cls, option: str, value: object) -> Gone | None:
+        """Whether only earlier versions had ``option``, or this value of it."""
+        return cls.gone.get((option, str(value))) or cls.gone.get((option, None))
+
+    @classmethod
+    def of_saved(cls, options: Mapping[str, Any]) -> Strategy:
+        """The strategy of a checkpoint's config, which an earlier version may have written."""
+        return cls.model_validate({key: value for key, value in options.items() if not cls.gone_of(key, value)})
 
     @property
     def written(self) -> Mapping[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from deepstow.strategies.core.addresses import Addresses, Spot
-from deepstow.strategies.core.ahead import may_update_ahead
 from deepstow.strategies.core.common_host import common_bytes, read_by_all
 from deepstow.strategies.core.facts import Home, Param
 from deepstow.strategies.core.layout import (
@@ -135,8 +134,6 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "only a trained weight whose state is on the disk rests there, too"
     if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):
         yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
-    if bucket.updates_ahead and not may_update_ahead(bucket, layout):
-        yield "is updated ahead of the norm, which it cannot be"
     if layout.moments_as != "fp32" and bucket.state_on_disk:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):

@@ -28,7 +28,7 @@ from deepstow.strategies.core.layout import Item, Layout
 from deepstow.strategies.core.on_disk import state_file_bytes, weight_file_bytes
 from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending, find_overlapping
 from deepstow.strategies.engine.buckets.index import BucketOf
-from deepstow.strategies.engine.buckets.jobs import Change, Job, Scale
+from deepstow.strategies.engine.buckets.jobs import Job, Scale
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.disk_state import DiskState
 from deepstow.strategies.engine.memory.disk_weights import DiskWeights
@@ -199,10 +199,6 @@ class Engine(Copied):
             self._ready.append(bucket)
             if bucket.spec.grad_taken and self.gradients.finished:  # the update frees the slot for the next bucket
                 self._update_ready()
-        elif bucket.may_update_ahead and bucket.settled:
-            touched, number = tuple(sorted(bucket.grads.touched)), bucket.spec.group
-            assert number is not None
-            self.updates.update_ahead(bucket, Change(touched, self._copy_of_group(number)))
 
     def _update_ready(self) -> None:
         """Without clipping: update the buckets that are complete and that no open scope uses."""
@@ -316,8 +312,6 @@ class Engine(Copied):
         """Drop the gradients since the last step, unless updates with them have begun."""
         self.refuse_partly_updated("call step(), or if backward was interrupted, start from a checkpoint")
         self.hooks.close_all()
-        for bucket in self.buckets:  # another backward through the same graph writes where updates ahead read
-            self.updates.drop_ahead(bucket)
         self.gradients.discard()
         self.clipping.clear()
         self._ready.clear()
@@ -360,7 +354,6 @@ class Engine(Copied):
             for other in bucket.overlapping:  # whose updates have begun and write to the same addresses
                 if other.pending is Pending.VISITING:
                     self.updates.settle(other)
-        self.updates.drop_ahead(bucket)
         self.updates.settle(bucket)
         self.residency.restore(bucket)
 

@@ -302,7 +302,7 @@ class StowOptimizer(torch.optim.Optimizer):
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Views of a trained parameter's state by torch's names, and ``master`` in mixed precision; drains first."""
         self.drain()
-        return self.access.show_state_of(param)
+        return self.access.state_of(param)
 
     @property
     def state(self) -> Any:

@@ -5,7 +5,6 @@ For P gradients in fp32, on N ranks, in bytes that a rank sends in a step:
     all of them        2 (N-1)/N 4P                      by a ring
     bf16, fp16         2 (N-1)/N 2P
     int8               2 (N-1)/N (1 + 4/128) P           to the owners of parts, and from them
-    onebit             2 (N-1)/N (1/8 + 4/128) P         the same
     PowerSGD           2 (N-1)/N 4 r (n + m)             of each n x m matrix, two factors of rank r
     top-k              (N-1) 8 d P                       a number and its place each; messages are gathered, so this
                                                          grows with N, and at a density of 1/N nothing is saved
@@ -31,8 +30,8 @@ from deepstow.strategies.planner.exchanges import gather_rate
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 VISITING = 5  # copies of a bucket in fp32 on the device of the memory engine, at most
-COUNTED = {"none": 3, "bf16": 3, "fp16": 3, "int8": 16, "onebit": 20, "powersgd": 12, "topk": 20}
-ON_CPU = {"none": 5, "bf16": 5, "fp16": 5, "int8": 95, "onebit": 180, "powersgd": 105, "topk": 120}
+COUNTED = {"none": 3, "bf16": 3, "fp16": 3, "int8": 16, "powersgd": 12, "topk": 20}
+ON_CPU = {"none": 5, "bf16": 5, "fp16": 5, "int8": 95, "powersgd": 105, "topk": 120}
 
 
 def message_bytes(how: Compression, facts: Facts) -> float | None:
@@ -45,9 +44,7 @@ def message_bytes(how: Compression, facts: Facts) -> float | None:
         matrices = ((unit.num_trainable, unit.kind is UnitKind.BLOCK) for unit in facts.units)
         sides = (size / width + width * max(1.0, size / width**2 * in_block) for size, in_block in matrices if size)
         return min(how.rank * sum(sides), count) * 4
-    return {"none": 4.0, "topk": 8 * how.density, "int8": 1 + 4 / 128, "onebit": 1 / 8 + 4 / 128}.get(
-        how.method, 2.0
-    ) * count
+    return {"none": 4.0, "topk": 8 * how.density, "int8": 1 + 4 / 128}.get(how.method, 2.0) * count
 
 
 def sent_bytes(facts: Facts, *, spans: bool = False) -> tuple[float, float | None]:
@@ -70,7 +67,7 @@ def owed_bytes(facts: Facts) -> int:
     if how is None or not how.owes:
         return 0
     owned = count / facts.run.copies
-    more = {"int8": owned, "onebit": owned, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
+    more = {"int8": owned, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
     return int(4 * (count * (2 if how.momentum else 1) + more.get(how.method, 0.0)))
 
 

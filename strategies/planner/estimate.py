@@ -21,9 +21,7 @@ from deepstow.strategies.core.layout import Site
 from deepstow.strategies.core.moments import slower, touched_bytes
 from deepstow.strategies.planner.exchanges import gather_rate, sums_slowdown
 from deepstow.strategies.planner.places import OffloadRequest, Place, Placement, Places
-from deepstow.strategies.planner.step_cost import KEPT, TOUCHED_BYTES, unit_seconds
-
-AHEAD = 2.1  # times as long as an update takes one that is made beside the present state
+from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 
 
 class _Load(NamedTuple):
@@ -123,11 +121,6 @@ class Estimate:
         computing = passes * backward + (passes - 1) * forward
         copies = self._copies(rising / up, falling / down, rising + falling, in_before, load.exchanged)
         before = max(computing, _together((0.0, 0.0), copies, dram))
-        if self._request.updates_ahead and load.cpu_s:  # as many as backward has time for; then masters are rounded
-            early = min(1.0, before / (AHEAD * load.cpu_s))
-            before = max(before, _together((early * AHEAD * load.cpu_s, early * AHEAD * load.touched), copies, dram))
-            left = 1 - early * (1 - KEPT)
-            updating = left * load.cpu_s, left * load.touched
         leaving = load.state + first
         copies = self._copies(coming / up, leaving / down, coming + leaving, load.gathered)
         after = max(forward + load.kernel_s, _together(updating, copies, dram), load.disk_s)

@@ -107,9 +107,9 @@ def bound_of(facts: Facts, request: OffloadRequest, places: Places, estimate: Es
         back = size if away and at.site is Site.STREAMED and request.keeps_copies else 0
         visiting = load.state + load.visiting_grads
         rising, falling = new + visiting + again, load.state + load.grads * (not at.grad_direct) + back
-        touched, waits = load.touched, not request.in_backward
-        found = [load.kernel_s, rising / up, falling / down, load.cpu_s, (touched + rising + falling) / dram]
-        cpu_s, touched = (load.cpu_s, touched) if waits and not request.updates_ahead else (0.0, 0.0)
+        waits = not request.in_backward
+        found = [load.kernel_s, rising / up, falling / down, load.cpu_s, (load.touched + rising + falling) / dram]
+        cpu_s, touched = (load.cpu_s, load.touched) if waits else (0.0, 0.0)
         coming, going = visiting + new * waits, load.state
         found += [coming / up, cpu_s, (touched + coming + going) / dram, (coming / up + going / down) / both]
         return Choice(places.device_bytes(index, at, away=away) / whole, tuple(one / whole for one in found))

@@ -35,7 +35,6 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.ARRIVAL: ("slots for arrivals", "gradients arriving"),
     Item.COPY: ("slots for copies of weights", "weights on their way up, rounded or from the disk"),
     Item.VISIT: ("slots for state", "state passing through the device"),
-    Item.AHEAD: ("state made ahead", "of updates under backward, before the norm is known"),
     Item.STEPS: ("counts", "one update count per parameter"),
     Item.SCRATCH: ("scratch", "gradients in fp32, a stretch at a time"),
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
@@ -175,6 +174,6 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     passing = {bucket.name for bucket in layout.buckets if bucket.grad_passes}
     for need in all_needs(layout):
         is_grad = need.item is Item.PARKED and (need.passes or need.bucket in passing)  # counted as slots or the unit's
-        if need.home is home and need.item in (Item.AHEAD, Item.STEPS, Item.PARKED, Item.SCALES) and not is_grad:
+        if need.home is home and need.item in (Item.STEPS, Item.PARKED, Item.SCALES) and not is_grad:
             totals[need.item] += aligned(need.num_bytes, home)
     return totals

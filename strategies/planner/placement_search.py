@@ -27,7 +27,6 @@ from deepstow.strategies.planner.least_memory import SAMPLE, Least, least_memory
 from deepstow.strategies.planner.places import OffloadRequest, Places
 from deepstow.strategies.planner.site_search import CLOSE, SiteSearch, Timed
 from deepstow.strategies.planner.spill import off_disk, spilled
-from deepstow.strategies.planner.updates_ahead import with_updates_ahead
 
 STEP = 4  # times: from one budget that is searched on the way to the next
 BRIEF = 0.15  # of a search's effort, on the way
@@ -71,23 +70,17 @@ class PlacementSearch:
         ):
             return None
         if not self._knows_rates:
-            return self._all_ahead(self._first() or self._least_host())
+            return self._first() or self._least_host()
         least = self._least([self._usual, *self._smaller[:1]], Home.DEVICE, self._host_room)
         if least is None or least.num_bytes[Home.DEVICE] > self._device_room:
             return self._least_host()
-        first = self._search.ahead(off_disk(least.layout, self._host_room))
-        found = Timed(*first, least.places, least.placement)
+        first = off_disk(least.layout, self._host_room)
+        found = Timed(first, self._search.seconds(first), least.places, least.placement)
         budget = STEP * least.num_bytes[Home.DEVICE]
         while budget < self._device_room:
             found, budget = self._fastest(budget, found, BRIEF), STEP * budget
         bound = min(search.bound(self._device_room) for search in self._tried(self._device_room))
         return replace(self._fastest(self._device_room, found, 1).layout, bound_s=bound)
-
-    def _all_ahead(self, layout: Layout | None) -> Layout | None:
-        """Where times cannot be compared: with all updates ahead that fit, unless the CPU is the device."""
-        if layout is None or not (self._request.updates_ahead and self._facts.machine.has_accelerator):
-            return layout
-        return next(iter(with_updates_ahead(layout, self._host_room, 1)), layout)
 
     @cached_property
     def quick(self) -> tuple[Layout, float] | None:

@@ -66,8 +66,8 @@ class OffloadRequest:
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
     ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters; ``fp8``: frozen matrices travel
-    in it. ``updates_ahead``: the CPU may update before the norm is known. ``disk`` are folders for state, one on each
-    drive, which may take ``disk_bytes`` there together. What is in ``decided`` does not follow from options.
+    in it. ``disk`` are folders for state, one on each drive, which may take ``disk_bytes`` there together. What is in
+    ``decided`` does not follow from options.
     """
 
     device_bytes: int
@@ -77,7 +77,6 @@ class OffloadRequest:
     bucket_bytes: int | None = None
     prefetch: int | None = None
     in_backward: bool = False
-    updates_ahead: bool = False
     site: Literal["auto", "device", "host", "streamed"] = "auto"
     weights: Literal["auto", "resident", "streamed"] = "auto"
     gradients: Literal["auto", "device", "host", "passing"] = "auto"

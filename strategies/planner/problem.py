@@ -53,7 +53,6 @@ class Update:
         grad_direct: its gradient goes down from where it is made, and compute waits for that.
         copy_slot: on the host, that its master is rounded into for each reload. None: the host has a copy.
         from_master: an update on the device makes the weight from its master, and needs no weight before.
-        ahead_seconds, ahead_bytes: of the CPU and its memory, for what is done of the update before the norm is known.
         disk_bytes: of state that rests on the disk: read before the update into ``window_slot``, and written after it.
         rewritten_bytes: of a new weight that rests there: written after the update, from the place of its gradient.
     """
@@ -72,8 +71,6 @@ class Update:
     copy_slot: int | None = None
     exchange_bytes: int = 0
     from_master: bool = False
-    ahead_seconds: float = 0.0
-    ahead_bytes: int = 0
     disk_bytes: int = 0
     window_slot: int | None = None
     rewritten_bytes: int = 0

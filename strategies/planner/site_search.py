@@ -33,7 +33,6 @@ from deepstow.strategies.planner.problem import Tick
 from deepstow.strategies.planner.simulate import simulated_period
 from deepstow.strategies.planner.spill import off_disk, spilled
 from deepstow.strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
-from deepstow.strategies.planner.updates_ahead import fastest, with_updates_ahead
 from deepstow.strategies.planner.weight_schedule import (
     SEARCHED,
     WINDOW,
@@ -54,7 +53,6 @@ LONGEST = 4  # at most one in so many of the buckets, or blocks, move together
 SHARES = 64  # parts that a mix counts in
 SHORT = 4  # times as many moves in a row may gain nothing on the long climb as on a short one
 STARTS = 12  # mixes that are worked out, the best by the estimate
-PARTS = 8  # of the updates that may be made ahead, of which as many are as is fastest
 QUICK = 3  # for a comparison
 CLOSE = 0.01  # relatively above the lower bound: nothing better is looked for
 SAME = 1e-6  # a relative gain that is not worth a move
@@ -102,12 +100,7 @@ class SiteSearch:
     def timed(self, placement: Placement, device_room: int) -> Timed | None:
         """``worked_out``, simulated."""
         layout = self.worked_out(placement, device_room)
-        return None if layout is None else Timed(*self.ahead(layout), self.places, placement)
-
-    def ahead(self, layout: Layout) -> tuple[Layout, float]:
-        """``layout`` with the updates ahead of the norm that make it faster, and its seconds."""
-        others = with_updates_ahead(layout, self._host_room, PARTS) if self._request.updates_ahead else []
-        return fastest(layout, others, self.seconds)
+        return None if layout is None else Timed(layout, self.seconds(layout), self.places, placement)
 
     def seconds(self, layout: Layout) -> float:
         """The simulated seconds of a step."""
@@ -164,14 +157,9 @@ class SiteSearch:
         layout, rates = self.worked_out(placement, device_room, FEW), self._facts.machine.rates
         if layout is None or rates is None:
             return inf
-        iterations = 3 if self._request.in_backward or self._request.updates_ahead else 2
-
-        def seconds(layout: Layout) -> float:
-            problem = problem_of(self._facts, layout, rates, ticks=self._ticks)
-            return simulated_period(problem, list(evictions_of(problem, layout)), iterations, after=0)
-
-        others = with_updates_ahead(layout, self._host_room, 2) if self._request.updates_ahead else []
-        return fastest(layout, others, seconds)[1]
+        iterations = 3 if self._request.in_backward else 2
+        problem = problem_of(self._facts, layout, rates, ticks=self._ticks)
+        return simulated_period(problem, list(evictions_of(problem, layout)), iterations, after=0)
 
     @cached_property
     def _ticks(self) -> tuple[Tick, ...]:

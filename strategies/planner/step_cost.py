@@ -42,11 +42,10 @@ from deepstow.strategies.planner.compressed import exchanged_bytes
 from deepstow.strategies.planner.exchanges import gather_rate, slices_seconds, sum_seconds, sums_slowdown
 from deepstow.strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
 from deepstow.strategies.planner.simulate import Outcome, simulate, simulated_period
-from deepstow.strategies.planner.tasks import ROUND_NUMBERS, Resource, build_tasks
+from deepstow.strategies.planner.tasks import Resource, build_tasks
 
 STEADY = 2  # the first iteration that is like those after it
 TOUCHED_BYTES = 28  # per parameter, by an update on the device: 4 numbers read and 3 written, in fp32
-KEPT = 0.35  # of the time of an update by the CPU takes, where it was made ahead, the rounding of the master
 LAUNCHES = 4  # kernels per stretch of an update on the device: gradient to fp32, clipped, applied, weight rounded
 
 
@@ -265,15 +264,11 @@ def _update(
 ) -> Update | None:
     if bucket.site is Site.NONE:
         return None
-    elements, ahead_s, ahead = -(-sum(bucket.sizes) // bucket.ways), 0.0, 0
+    elements = -(-sum(bucket.sizes) // bucket.ways)
     if bucket.site is Site.HOST:
         kind = layout.moments_as
         seconds = elements * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(facts.run.precision)
         touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES, masters=bucket.rounds)
-        if bucket.updates_ahead:  # of a copy of the state; what is copied to is read into the cache first
-            ahead = touched + 12 * (layout.moments + 1) * elements
-            ahead_s, seconds = seconds * ahead / touched, seconds * KEPT * bucket.mixed
-            touched = ROUND_NUMBERS * ITEM_BYTES[bucket.dtype] * elements * bucket.mixed
     else:
         touched = elements * TOUCHED_BYTES
         stretches = -(-elements // SCRATCH_ELEMENTS) if bucket.mixed else 1
@@ -294,8 +289,6 @@ def _update(
         parked_slot=slots.get((bucket.name, Item.PARKED)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=None if bucket.weight_on_disk else slots.get((bucket.name, Item.COPY)),
-        ahead_seconds=ahead_s,
-        ahead_bytes=ahead,
         disk_bytes=bucket.on_disk * bucket.state_bytes(layout.moments),
         window_slot=slots.get((bucket.name, Item.WINDOW)),
         rewritten_bytes=rewritten_bytes(bucket),

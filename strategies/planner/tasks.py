@@ -11,8 +11,6 @@ sum         a further micro-batch's gradient that rests on the host is added the
 update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm. On the device it
             runs before the next use of its weight, or ``in_backward`` at once if weight and state never leave. One that
             makes a weight from its master on the device takes the place of the reload before it
-ahead       under backward the CPU makes an update as if the norm were small, once nothing else waits for it; when the
-            norm is known, what is left of that update is to round the master (``core/ahead.py``)
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
 disk        state that rests there is read once the update is submitted and its slot in the window is free, and written
             after the update; a weight before each reload, once its slot is free, and written after its update, before
@@ -199,8 +197,6 @@ class TaskBuilder:
                 if update is not None and update.exchange_bytes and weight not in ending:
                     name = self._problem.weights[weight].name
                     self._landed[weight] = self._to_owners(name, update, made)
-                if update is not None and update.ahead_bytes:
-                    self._update_ahead(weight, update)
             if todo.hosted_bytes:
                 self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
                 self._saved[tick].stream = 1
@@ -294,13 +290,6 @@ class TaskBuilder:
         self._occupy(slot, self._reload)
         whole = self._reload if due else self._gather(info, self._reload)
         self._gate.setdefault(weight, []).append(whole)
-
-    def _update_ahead(self, weight: int, update: Update) -> None:
-        info = self._problem.weights[weight]
-        task = self._task(Resource.CPU, f"update ahead {info.name}", [self._landed[weight]])
-        task.seconds, task.touched_bytes = update.ahead_seconds, update.ahead_bytes
-        task.priority = (self._at, len(self._problem.ticks) + info.gradient_at, self._problem.rank[weight])
-        self._landed[weight] = task
 
     def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
         """Add the update of ``weight``, which waits for ``gradient``; the next pass that uses it is ``used_in``."""

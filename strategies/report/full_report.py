@@ -8,14 +8,13 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from deepstow.strategies.core.ahead import beside_bytes, waiting
 from deepstow.strategies.core.facts import Unit, UnitKind
 from deepstow.strategies.core.on_disk import disk_bytes, state_file_bytes, weight_bytes_on_disk, weights_on_disk
 from deepstow.strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner import gemm_routes
 from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
-from deepstow.strategies.planner.step_cost import StepCost, launch_seconds, seconds_of, unit_flops
+from deepstow.strategies.planner.step_cost import StepCost, launch_seconds, unit_flops
 from deepstow.strategies.planner.tasks import Resource
 from deepstow.strategies.report import plan_table
 from deepstow.strategies.report.table import table
@@ -38,7 +37,7 @@ def text(
     step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
-    lines += [*launch_lines(plan), *moment_lines(plan), *disk_lines(plan, cost), *ahead_lines(plan, cost), *before]
+    lines += [*launch_lines(plan), *moment_lines(plan), *disk_lines(plan, cost), *before]
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
@@ -111,18 +110,6 @@ def moment_lines(plan: Plan) -> Iterator[str]:
         masters = ", masters in bf16" if any(bucket.rounds for bucket in plan.layout.buckets) else ""
         kinds = f"moments in {plan.layout.moments_as}{masters}"
         yield f"not exact: {kinds}, rounded stochastically in each of the CPU's updates"
-
-
-def ahead_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
-    """What the CPU updates before the norm is known, and what that gains where nothing is clipped."""
-    layout, rates = plan.layout, plan.facts.machine.rates
-    if layout is None or not (num_bytes := beside_bytes(layout)):
-        return
-    line = f"updated under backward, before the norm is known: {human(num_bytes)} of state, which the host has twice"
-    if cost is not None and rates is not None:
-        seconds = seconds_of(plan.facts_as_kept(), waiting(layout), rates)
-        line += f"; simulated step after a norm that is clipped: {seconds:.3g} s"
-    yield line
 
 
 def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core.ahead import may_update_ahead
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Home, Param, UnitKind
 from deepstow.strategies.core.layout import Bucket, Layout, Site
@@ -341,7 +340,6 @@ def plan_of(
     disk: Sequence[str] = (),
     weights_there: bool = False,
     moments_as: MomentsAs = "fp32",
-    ahead: bool = False,
     rounds: bool = False,
     passing: bool = False,
     debug: bool = True,
@@ -357,7 +355,6 @@ def plan_of(
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
-        ahead: all buckets are updated ahead of the norm that can be.
         moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
         passing: gradients pass the host in slots.
         disk: folders, where the state of all buckets rests that are updated on the host, and frozen weights that
@@ -413,8 +410,6 @@ def plan_of(
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
     bare = replace(bare, disk=tuple(disk), window_slots=2, window_elements=512, moments_as=moments_as)
     bare = weight_schedule.only_while_used(bare, moving, int(prefetch))
-    if ahead:
-        bare = replace(bare, buckets=tuple(replace(b, updates_ahead=may_update_ahead(b, bare)) for b in bare.buckets))
     return Made.of(bare, made.facts.params, ranks, debug=debug)
 
 

@@ -23,7 +23,7 @@ TRANSFERS: Mapping[str, type[Transfer]] = {
     "vacant": Vacant,
 }
 
-# Gradients of what is updated on the device have no reason to go down; nothing is ahead where nothing travels.
+# Gradients of what is updated on the device have no reason to go down; nothing is fetched early where nothing travels.
 FORBIDDEN = [
     (("site", "device"), ("park", "host")),
     *((("weights", "resident"), ("prefetch", ahead)) for ahead in (0, 1, 5)),
@@ -41,7 +41,7 @@ ENGINE: Mapping[str, Sequence[object]] = {  # what every table has, in this orde
 def _table(*models: str, strength: int = 2, **changes: Sequence[object]) -> Table:
     rest: Mapping[str, Sequence[object]] = {
         "tied": (False, True), "groups": (1, 2), "recompute": ("none", "later"), "prefetch": (2, 0, 5),
-        "transfer": ("delayed", "watched", "at-once"), "ahead": (False, True),
+        "transfer": ("delayed", "watched", "at-once"),
     }  # fmt: skip
     return Table({"model": models, **ENGINE, **rest, **changes}, FORBIDDEN, strength)
 
@@ -102,7 +102,7 @@ def both(
     wanted = expected(case["model"], case["tied"], case["recompute"], dtype, device, **loop)
     model = build(case["model"], tied=case["tied"], dtype=dtype)
     checkpointing(model, case["recompute"])
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "ahead")}
+    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
     early, passing = case["clip"] in ("in-backward", "passing"), case["clip"] == "passing"
     plan = plan_of(model, in_backward=early, passing=passing, **where, **loop)
     batches = batches_on(device, case["model"], STEPS * case["accumulation"])

@@ -32,8 +32,8 @@ def known(method: str, ranks: int, net: float = 1e7, **options: Any) -> Facts:
 
 
 def chosen(method: str) -> Collectives:
-    more = {"onebit": {"start": 10}, "none": {"local_steps": 50}}
-    return Collectives.model_validate({"compress": method, **more.get(method, {})})
+    more = {"local_steps": 50} if method == "none" else {}
+    return Collectives.model_validate({"compress": method, **more})
 
 
 def said(about: Facts) -> str:
@@ -48,7 +48,6 @@ def said(about: Facts) -> str:
         ("bf16", 2, 40, 80),
         ("fp16", 4, 60, 120),
         ("int8", 4, 1.5 * 20 * 132 / 128, 120),
-        ("onebit", 4, 1.5 * 20 * 20 / 128, 120),
         ("topk", 2, 1.6, 80),
         ("topk", 4, 4.8, 120),
         # The embedding is 1,000 x 10,000; the block ten squares of 1,000: (11,000 + 20,000) x 4 numbers.
@@ -67,7 +66,7 @@ def test_the_plan_says_whether_coding_takes_longer_than_it_saves() -> None:
     assert "there is one rank" in compose({"collectives": Collectives(compress="topk")}, alone).idle["collectives"]
 
 
-@pytest.mark.parametrize(("method", "bytes_each"), [("bf16", 0), ("topk", 4), ("int8", 5), ("onebit", 5)])
+@pytest.mark.parametrize(("method", "bytes_each"), [("bf16", 0), ("topk", 4), ("int8", 5)])
 def test_what_is_owed_is_planned(method: str, bytes_each: int) -> None:
     plan = compose({"collectives": chosen(method)}, known(method, 4))
     (owed,) = (each for each in plan.reserves(Home.DEVICE) if each.owner == "collectives: owed gradients")
@@ -129,7 +128,6 @@ FEEDBACK = "powersgd"
             ("bf16", {}, {}, {}, ""),
             ("bf16", {}, {}, {"precision": Precision.BF16}, "in strategies.offload; take powersgd, topk or int8"),
             ("bf16", {}, {}, {"precision": Precision.BF16, "adapters": True}, ""),
-            ("onebit", {"start": 5}, {}, {}, "which the memory engine has elsewhere"),
             ("int8", {}, {}, {"precision": Precision.FP16}, "loss scale"),
         )),
         ({"compress": "topk", "momentum": 0.9}, {}, {"optim": "sgd", "moments": 0}, ""),
@@ -141,14 +139,11 @@ FEEDBACK = "powersgd"
         ({"hierarchical": True}, {}, {}, "leave hierarchical and slices out"),
         ({"slices": 2}, {}, {}, "leave hierarchical and slices out"),
         ({"density": 0.1}, {}, {}, "density = 0.1: is of topk, not of powersgd"),
-        ({"compress": "none", "start": 5}, {}, {}, "start = 5: is of powersgd, topk, int8, onebit, not of none"),
+        ({"compress": "none", "start": 5}, {}, {}, "start = 5: is of powersgd, topk, int8, not of none"),
         ({}, {}, {"precision": Precision.FP16}, "loss scale"),
         ({}, {}, {"trained_bytes": 2}, "16 bits already"),
         ({}, {}, {"recomputes": True}, "take strategies.recompute instead"),
         ({"compress": "topk"}, {}, {"recomputes": True}, ""),
-        ({"compress": "onebit", "start": 5}, {}, {"optim": "sgd"}, "take adamw_torch or adamw_torch_fused"),
-        ({"compress": "onebit"}, {}, {}, "needs start"),
-        ({"compress": "onebit", "start": 5}, {}, {"precision": Precision.BF16}, ""),
         ({"compress": "fp16"}, {"recompute": {}}, {"precision": Precision.FP16}, ""),
         ({"hierarchical": False}, {"recompute": {}}, {"precision": Precision.BF16}, ""),
         *(({"compress": "none", "local_steps": 5}, {name: each}, {}, f"steps = 5: cannot go with strategies.{name}")

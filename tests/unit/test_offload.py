@@ -136,8 +136,6 @@ def test_zero_beside_offload_shares_its_buckets() -> None:
         shared(2, weights="streamed")
     with pytest.raises(Refusal, match="ranks that share the state, or the model, agree on a step first"):
         shared(3, update_in_backward=True)
-    with pytest.raises(Refusal, match="is for one rank, and there are 2; write auto"):
-        plan_of(transformer(world_size=2), update_in_backward="speculative")
 
 
 def test_where_ranks_get_weights_from() -> None:

@@ -136,6 +136,18 @@ def test_the_number_of_ranks() -> None:
     assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ["ranks = 3 (was 2)"]
 
 
+def test_options_that_are_gone() -> None:
+    """Without state of their own a run goes on without them; else they are named."""
+
+    def saved_with(**strategies: Any) -> Any:
+        now = run_config().tree()
+        return compare({**now, "strategies": strategies}, now, (1, 1), "checkpoint-8")
+
+    assert saved_with(offload={"update_in_backward": "speculative"}).refused == []
+    (line, *_) = saved_with(collectives={"compress": "onebit", "start": 9}).refused
+    assert line.key == "strategies.collectives.compress" and "saved with onebit: 1-bit Adam's momentum" in line.what
+
+
 def compressed(**options: Any) -> dict[str, Any]:
     return {"strategies": {"collectives": {"compress": "topk", **options}}}
 

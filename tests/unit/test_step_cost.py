@@ -111,38 +111,6 @@ def test_tensor_ranks_sum_hidden_states_around_divided_layers(here: int, rate: f
     assert passes(4, stowed=False) == passes(1, stowed=False), "DeepSpeed's engine: the search prices them"
 
 
-def test_updates_ahead_as_far_as_the_host_has_room_and_they_gain() -> None:
-    """Six updates of 2 s each; ahead one takes 4.25 s, since 68 bytes are touched instead of 32. Backward takes 10 s,
-    and the head is done after 2. In fp32, a weight that stays has a master of its own.
-    """
-    slow = known(replace(FAST, update_fp32_params_per_s=BLOCK / 2))
-    found = []
-    for more in ({}, {"host_memory": "120MiB"}, {"host_memory": "1TiB"}):
-        asked = {"update_in_backward": "speculative", **more} if more else {}
-        plan = planned(slow, site="host", weights="resident", **asked)
-        cost = plan_cost(plan)
-        assert plan.layout and plan.place and cost
-        assert validate(plan.layout, plan.place.addresses, slow.params) == []
-        early = [bucket.updates_ahead for bucket in plan.layout.buckets]
-        found.append((early, plan.place.addresses.num_bytes(Home.HOST), cost.seconds))
-        text = full_report.text(plan, cost)
-    assert "24.0 MiB of state, which the host has twice; simulated step after a norm that is clipped: 23 s" in text
-    earlies, sizes, seconds = zip(*found, strict=True)
-    assert earlies == tuple([False] * (6 - number) + [True] * number for number in (0, 1, 2))
-    assert [size - sizes[0] for size in sizes] == [0, 12 * BLOCK, 2 * 12 * BLOCK] and sizes[1] <= 120 << 20
-    assert seconds == pytest.approx([10 + 12 + 1, 10 + 10 + 2, 10.5 + 8 + 3], rel=1e-3)
-
-
-def test_no_updates_ahead() -> None:
-    """Nothing is clipped; the host has no room; it gains nothing. Where that is not known there are some."""
-    slow, ahead = replace(FAST, update_fp32_params_per_s=BLOCK / 2), {"update_in_backward": "speculative"}
-    cases = ((slow, {}, {"max_grad_norm": 0.0}), (slow, {"host_memory": "97MiB"}, {}), (FAST, {}, {}), (None, {}, {}))
-    for rates, options, run in cases:
-        plan = planned(known(rates, **run), site="host", weights="resident", **ahead, **options)
-        assert plan.layout is not None and plan.layout.in_backward is ("max_grad_norm" in run)
-        assert any(bucket.updates_ahead for bucket in plan.layout.buckets) is (rates is None), (options, run)
-
-
 @pytest.mark.parametrize(("ranks", "drives"), [(1, 1), (2, 1), (1, 2)])
 def test_ranks_of_a_machine_share_its_disks(ranks: int, drives: int) -> None:
     """A drive is as fast whatever there is beside it, and several have equal parts of the state."""

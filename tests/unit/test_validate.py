@@ -92,7 +92,6 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (0, {"grad_direct": True, "grad_home": Home.HOST, "site": Site.STREAMED}, "need a slot"),
         (0, {"grad_direct": True, "grad_home": Home.DEVICE, "site": Site.HOST}, "need a slot"),
         (0, {"grad_taken": True, "grad_home": Home.HOST, "site": Site.HOST}, "only the CPU's update in backward"),
-        (0, {"updates_ahead": True}, "ahead of the norm, which it cannot be"),
         (0, {"rounds": True}, "only what is trained in bf16, with moments that do not rest in fp32"),
     ],
 )

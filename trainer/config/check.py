@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from deepstow.strategies.core.protocol import Strategy
 from deepstow.strategies.core.registry import available, find
 from deepstow.trainer.config.arguments import Allowed
 from deepstow.trainer.config.conflicts import conflicts
@@ -72,7 +73,9 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
         return
     for name, value in data.items():
         key, field = (*at, name), model.model_fields.get(name)
-        if field is None:
+        if gone := issubclass(model, Strategy) and model.gone_of(name, value):
+            yield Fault(key, value, f"is gone: {gone.cure}")
+        elif field is None:
             yield from _unknown(key, value, tuple(model.model_fields))
         elif (inner := inner_model(field.annotation)) and isinstance(value, dict) and not _listed(field.annotation):
             yield from _section(inner, value, key)

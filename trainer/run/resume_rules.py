@@ -190,6 +190,8 @@ def compare(
     if (old := _rounded(saved)) != (new := _rounded(now)):
         found.append(("quantize.qat", QAT, old, new))
     keys, said, refused = changes = Changes(set(), [], [])
+    for key, value, why in _gone(saved):
+        refused.append(Line(key, None, f"{name} was saved with {_shown(value)}: {why}"))
     other_rows = ""
     if ranks[0] != ranks[1]:
         found.append((RANKS, RANKS, *ranks))
@@ -339,7 +341,7 @@ def _of_strategies(
     """State of strategies that is not what it was: that of each rank, and what has fewer bits than plain training's."""
     trees = [tree.get("strategies", {}) for tree in (saved, now)]
     for name in sorted({*trees[0], *trees[1]} & set(available())):
-        used = [find(name).model_validate(tree[name]) if name in tree else None for tree in trees]
+        used = [find(name).of_saved(tree[name]) if name in tree else None for tree in trees]
         ways = [each.of_these_ranks() if each else "" for each in used]
         exchanged = [f"{way} by {many} ranks" if way else "whole" for way, many in zip(ways, ranks, strict=True)]
         bits = [(each.in_fewer_bits() if each else "") or "moments in fp32, weights as loaded" for each in used]
@@ -347,6 +349,14 @@ def _of_strategies(
             yield f"strategies.{name}", COMPRESSION, f"exchanged {exchanged[0]}", f"exchanged {exchanged[1]}"
         if bits[0] != bits[1]:
             yield f"strategies.{name}", MOMENTS, bits[0], bits[1]
+
+
+def _gone(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Options of an earlier version whose state no run goes on from: key, value and why."""
+    for name in saved.get("strategies", {}).keys() & set(available()):
+        for option, value in saved["strategies"][name].items():
+            if (gone := find(name).gone_of(option, value)) and gone.state:
+                yield f"strategies.{name}.{option}", value, gone.state
 
 
 def _rounded(tree: Mapping[str, Any]) -> str | None:

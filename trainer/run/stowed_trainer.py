@@ -199,7 +199,7 @@ class StowedTrainer:
         refusals = {
             "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp=": engine,
             f"update_in_backward={early}: fp16's loss scale needs all gradients first; leave it out": (
-                early in (True, "speculative") and args.fp16
+                early is True and args.fp16
             ),
             f"one process with {args.n_gpu} devices: start one for each, as torchrun does": args.n_gpu > 1,
             "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers; leave it out": own_buffers,

@@ -40,7 +40,7 @@ from deepstow.strategies.core.leads import leads
 from deepstow.strategies.core.moments import MomentsAs, blocks_of
 from deepstow.strategies.core.plan import Home
 from deepstow.strategies.engine.buckets.gradient_state import GradientState
-from deepstow.strategies.engine.buckets.jobs import Ahead, Job
+from deepstow.strategies.engine.buckets.jobs import Job
 from deepstow.strategies.engine.buckets.pieces import Piece, pieces_of
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
@@ -108,8 +108,6 @@ class BucketState:
         self.first_blocks = tuple(accumulate(blocks_of(spec.sizes), initial=0))  # of each parameter, in ``scales``
         own = self.master  # in fp32; else the masters are there, too
         self._on_disk = on_disk if own is None else [each.of_masters(own) for each in on_disk]
-        beside = flat(Item.AHEAD, torch.float32, layout.moments + 1)  # for master and moments that are made ahead
-        self.beside = [] if beside is None else list(beside.view(-1, spec.share))
         steps = arena.of(spec.name, Item.STEPS, torch.float32)
         self.steps = None if steps is None else steps[: len(params)]
         self.visit = flat(Item.VISIT, torch.float32, layout.moments + spec.mixed)
@@ -132,8 +130,6 @@ class BucketState:
         self.open = 0
         self.pending = Pending.NOTHING
         self.job: Job | None = None
-        self.ahead: Ahead | None = None  # of gradients that wait for their scale
-        self.state_shown = False  # others have views of its state, which they may read and write at any time
         self.future: Future[tuple[bool, Event]] | None = None  # the worker's: whether it changed weights, and when
         self.arrived: Event | None = None
         self.used: Event | None = None
@@ -354,28 +350,6 @@ class BucketState:
         self.zeros_stay |= {index}
 
     # --- updates -----------------------------------------------------------------------------------------------------
-
-    @property
-    def may_update_ahead(self) -> bool:
-        """Whether there is memory for new state, and nobody expects the state to stay where it is."""
-        return bool(self.beside) and not self.state_shown
-
-    def update_ahead(self, ahead: Ahead) -> None:
-        self.ahead = ahead
-
-    def take_ahead(self) -> Ahead | None:
-        """The update that was made or is being made ahead; one that has not begun never will."""
-        ahead, self.ahead = self.ahead, None
-        return None if ahead is None or (ahead.future is not None and ahead.future.cancel()) else ahead
-
-    def keep_ahead(self, steps: Tensor) -> None:
-        """The state that was made beside the present one takes its place, and the other way round."""
-        assert self.master is not None and self.steps is not None
-        (self.master, *self.moments), self.beside = self.beside, self.states()
-        self.steps.copy_(steps)
-
-    def show_state(self) -> None:
-        self.state_shown = True
 
     def submit(self, job: Job) -> None:
         """An update is pending: the parameters are absent until it is settled, unless it begins at once."""

@@ -295,11 +295,6 @@ class StateAccess(Copied):
         found = {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in parts.items()}
         return {"step": self.count_of(param)} | {name: tensor.view(param.shape) for name, tensor in found.items()}
 
-    def show_state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """``state_of`` for others, who may keep the views and write to them."""
-        self.engine.bucket_of[id(param)][0].show_state()
-        return self.state_of(param)
-
     def copies_state_of(self, bucket: BucketState) -> bool:
         """Whether state that is read from outside is a copy: what rests is on the disk, or in less than fp32."""
         return bucket.spec.on_disk or self.engine.updates.moments is not None
@@ -377,7 +372,7 @@ class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
                 f"the optimizer's state of {bucket.spec.params[index]} rests {where}, and there is no memory for "
                 f"all of it: read it by optimizer.state_of(param), or save it by optimizer.save(folder)"
             )
-        return self._access.show_state_of(param)
+        return self._access.state_of(param)
 
     def __setitem__(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         del self[param]

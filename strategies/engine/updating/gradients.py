@@ -278,7 +278,6 @@ class Gradients:
         """Put ``value``, from COMPUTE, into every place of a gradient that waits, and learn its norm."""
         self._refuse_shared(bucket, index)
         self.norm(value.device)  # of those beside it, too, which is done once for all of a bucket
-        self._updates.drop_ahead(bucket)
         if bucket.grads.added is not None:
             self._transfer.host_wait(bucket.grads.added.result())
         self._transfer.host_wait(bucket.grads.sent)

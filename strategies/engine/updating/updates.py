@@ -43,7 +43,7 @@ from torch import Tensor
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Site
 from deepstow.strategies.core.moments import HOST_CHUNK
 from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
-from deepstow.strategies.engine.buckets.jobs import Ahead, Change, Job, Scale
+from deepstow.strategies.engine.buckets.jobs import Job, Scale
 from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
 from deepstow.strategies.engine.ranks.replicas import OneRank
 from deepstow.strategies.engine.residency import Residency
@@ -52,8 +52,6 @@ from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.chunks import chunks_of
 from deepstow.strategies.engine.updating.moments import Moments
 from deepstow.strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
-
-LAST = 1 << 30  # the priority of what is made ahead: sums and norms are needed before, and buckets follow as they land
 
 
 class Updates:
@@ -77,31 +75,17 @@ class Updates:
         self._host_scratch = torch.empty(HOST_CHUNK, dtype=torch.float32)
         self._visiting: dict[int, BucketState] = {}  # by address of the visit slot
         self.slots: dict[int, BucketState] = {}  # by address of a gradient slot that several buckets pass through
-        self._multiplied = False  # gradients of the last update by the worker; then those of the next may be, too
 
     def submit(self, bucket: BucketState, job: Job) -> None:
         """Start the update, or let it wait until ``begin`` or ``settle``. The parameters are absent until then."""
         bucket.submit(job)
         if bucket.spec.site is Site.HOST:
-            waits, ahead = (bucket.grads.sent, bucket.arrived), bucket.take_ahead()
-            made = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits, ahead))
+            waits = (bucket.grads.sent, bucket.arrived)
+            made = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits))
             bucket.future = self._residency.rewritten(bucket, made)
             bucket.grads.take(bucket.future)
         elif bucket.updates_in_place:
             self.settle(bucket)
-
-    def update_ahead(self, bucket: BucketState, change: Change) -> None:
-        """Let the worker make the update that will be right if nothing is clipped; see [Note: ahead] in ``jobs.py``."""
-        ahead, waits = Ahead(change), (bucket.grads.sent, bucket.arrived)
-        bucket.update_ahead(ahead)
-        ahead.future = self._worker.submit(LAST, lambda: self._make_ahead(bucket, ahead, waits))
-
-    def drop_ahead(self, bucket: BucketState) -> None:
-        """Before anything but its job uses the gradients or the state from which an update is made ahead."""
-        ahead = bucket.take_ahead()
-        if ahead is not None:
-            assert ahead.future is not None
-            self._transfer.wait(Lane.DOWN, ahead.future.result())
 
     def begin(self, bucket: BucketState) -> None:
         """Start to copy up what a pending update on the device needs. Does nothing if that has begun."""
@@ -201,33 +185,13 @@ class Updates:
     # --- host ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _make_ahead(self, bucket: BucketState, ahead: Ahead, waits: Sequence[Event | None]) -> Event:
-        """In the worker: compute an update beside the present state, unless gradients were clipped just before."""
-        transfer, parked, steps = self._transfer, bucket.parked, bucket.steps
-        if not self._multiplied:
-            assert parked is not None and steps is not None
-            transfer.host_wait(*waits)
-            transfer.uses(Lane.HOST, reads=[parked, *bucket.states()], writes=bucket.beside)
-            for place, present in zip(bucket.beside, bucket.states(), strict=True):
-                place.copy_(present)
-            made = steps.clone()
-            whole = Stretch(0, bucket.spec.share, bucket.beside[0], bucket.beside[1:], in_memory)
-            self._apply(bucket, ahead.change, parked, whole, self._host_scratch, None, counts=made)
-            ahead.steps = made
-        return transfer.record(Lane.HOST)
-
-    @torch.no_grad()
-    def _on_host(
-        self, bucket: BucketState, job: Job, waits: Sequence[Event | None], ahead: Ahead | None
-    ) -> tuple[bool, Event]:
+    def _on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
         """In the worker: compute the update. Returns whether it changed the weights, and the event after it."""
-        updated = self._compute_on_host(bucket, job, waits, ahead)
+        updated = self._compute_on_host(bucket, job, waits)
         self._ranks.written(bucket)
         return updated, self._transfer.record(Lane.HOST)
 
-    def _compute_on_host(
-        self, bucket: BucketState, job: Job, waits: Sequence[Event | None], ahead: Ahead | None
-    ) -> bool:
+    def _compute_on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> bool:
         transfer, parked = self._transfer, bucket.parked
         transfer.host_wait(*waits)
         assert parked is not None
@@ -236,15 +200,9 @@ class Updates:
                 transfer.uses(Lane.HOST, writes=[parked])
                 bucket.round_masters(parked)
             return False
-        self._multiplied = job.scale.multiplies
-        made_ahead = ahead is not None and ahead.is_of(job)
-        if ahead is not None and made_ahead:
-            assert ahead.steps is not None
-            bucket.keep_ahead(ahead.steps)
         for stretch in bucket.stretches():
             with stretch.at_hand(writes=True, behind=True):
-                if not made_ahead:
-                    self._apply_on_host(bucket, job, parked, stretch)
+                self._apply_on_host(bucket, job, parked, stretch)
                 if bucket.spec.mixed and not bucket.copy_passes:
                     assert bucket.new is not None
                     transfer.uses(Lane.HOST, writes=[bucket.new])
@@ -274,21 +232,20 @@ class Updates:
     def _apply(
         self,
         bucket: BucketState,
-        change: Change,
+        job: Job,
         grad: Tensor,
         stretch: Stretch,
         scratch: Tensor | None,
         factor: Tensor | None,
         bad: Tensor | None = None,
-        counts: Tensor | None = None,
     ) -> None:
         """Apply the update rule to what ``stretch`` has of all parameters that have a gradient, in calls of as many
         elements as ``scratch`` has, which takes gradients of a lower precision as fp32. ``grad`` is a flat view of this
         rank's span; ``stretch``, whose master is in fp32 the weight, is on the device if that is, and else on the host.
         Moments that rest in less than fp32 are expanded for each call, and so are weights that are their own masters in
-        bf16. ``counts``: if not the bucket's own.
+        bf16.
         """
-        counts = bucket.steps if counts is None else counts
+        counts = bucket.steps
         assert counts is not None
         whole = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
         limit = whole if scratch is None else scratch.numel()
@@ -298,7 +255,7 @@ class Updates:
             limit = min(limit, self.moments.chunk)
         assert stretch.master is not None
         start, state = stretch.start, [stretch.master, *stretch.moments]
-        for call in chunks_of(bucket, change.touched, limit, stretch):
+        for call in chunks_of(bucket, job.touched, limit, stretch):
             grads = [grad[chunk.start : chunk.stop] for chunk in call]
             if bucket.spec.dtype != "float32":
                 assert scratch is not None
@@ -320,7 +277,7 @@ class Updates:
                 at_rest, masters = masters, self.moments.expand_masters(masters)
             pruned = [m for m, chunk in zip(masters, call, strict=True) if chunk.index in bucket.zeros_stay]
             with zeros_stay(pruned):
-                self._rule.update(Operands(masters, grads, moments, steps), change.group, bad)
+                self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
             if self.moments is not None:
                 self.moments.compress(bucket, call, moments, steps)
                 if bucket.spec.rounds:
