@@ -1,10 +1,12 @@
 """Exactness of the memory engine and of saved tensors on the host, on an accelerator, with pauses on the streams.
 
-    python -m deepstow.benchmarks.gpu_engine [--wide 20] [--cases 120] [--saved] [--device cpu]
+    python -m deepstow.benchmarks.gpu_engine [--wide 20] [--cases 120] [--saved] [--noise] [--device cpu]
 
 Where the device updates, the result must equal plain training on the same device bit for bit. Where the CPU's kernel
 updates, the largest difference relative to the tensor's largest number is reported. Before each comparison plain
-training is compared with itself: if that differs, the case says nothing. ``--device cpu`` tries out the script, and
+training is compared with itself: if that differs, the case says nothing. All of this is with kernels whose sums have
+one order (``training.full_determinism``). ``--noise`` instead compares plain training with itself alone, with the
+kernels that a run takes by default. ``--device cpu`` tries out the script, and
 ``--device sim`` uses the simulated accelerator of the tests, whose device and host have the same kernels. Each case is
 printed as a line of JSON when it ends.
 """
@@ -17,7 +19,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -28,8 +30,8 @@ from torch import Tensor
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer, transfer_for
+from deepstow.trainer.machine.repeated_sums import repeat_sums
 from deepstow.trainer.planning.plan_for import plan_for
-from deepstow.trainer.verify.verify import repeat_sums
 from tests.helpers import simulated
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import Result
@@ -118,6 +120,14 @@ def try_case(row: Row, dtype: torch.dtype, device: str, *, pauses: bool) -> dict
     return tried({"case": title(row), "dtype": str(dtype), "pauses": pauses, "site": row["site"]}, run)
 
 
+def try_noise(row: Row, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Plain training against plain training, with the kernels that are selected; ``noise`` counts what differs."""
+    return tried(
+        {"case": title(row), "dtype": str(dtype), "site": "plain"},
+        lambda: {"noise": len(differing := noise(row, dtype, device)), "first": differing[0] if differing else ""},
+    )
+
+
 def try_saved(name: str, attention: str, dtype: torch.dtype, policy: str, device: str) -> dict[str, Any]:
     """Gradients with saved tensors on the host; ``worst`` counts those that differ from plain training."""
 
@@ -136,6 +146,8 @@ def try_saved(name: str, attention: str, dtype: torch.dtype, policy: str, device
 
 def outcome(record: Mapping[str, Any]) -> str:
     """What a case shows."""
+    if record["site"] == "plain":
+        return f"default kernels: {'error' if record['error'] else 'repeats' if not record['noise'] else 'DIFFERS'}"
     exact = record["site"] in ("device", "streamed")
     kind = "bit for bit" if exact else "host kernel"
     if record["error"]:
@@ -146,30 +158,39 @@ def outcome(record: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """1 unless every case is ok."""
+    """1 unless every case is ok. Of ``--noise`` any result is one, and only errors are not."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--wide", type=int, default=20, help="cases at a real width")
     parser.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
     parser.add_argument("--saved", action="store_true", help="saved tensors on the host")
+    parser.add_argument("--noise", action="store_true", help="plain training against itself, with default kernels")
     kind = accelerator.kind()
     parser.add_argument("--device", default=kind, required=kind is None, help="default: the accelerator")
     given = parser.parse_args()
     if given.device == simulated.NAME:
         simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
-    repeat_sums()
     cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
     random.Random(0).shuffle(cases)
     todo = [*wide(given.wide), *cases[: given.cases]]
+    if given.noise:
+        return report([try_noise(*case, given.device) for case in todo])
+    repeat_sums()
     records = [try_case(*case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
     if given.saved:
         saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
         records += [try_saved(name, attention, dtype, policy, given.device) for name, attention, dtype, policy in saved]
+    return report(records)
+
+
+def report(records: Sequence[Mapping[str, Any]]) -> int:
+    """Print what is not as it should be, and how often each outcome was; the exit code."""
     counts = Counter(map(outcome, records))
     for record in records:
-        if not outcome(record).endswith("ok"):
-            print(f"{record['case']} {record['dtype']}: {record['worst']:.1e} {record['error']}")
+        if not outcome(record).endswith(("ok", "repeats")):
+            what = record.get("first") or f"{record['worst']:.1e} {record['error']}"
+            print(f"{record['case']} {record['dtype']}: {what}")
     print("; ".join(f"{name}: {number}" for name, number in sorted(counts.items())))
-    return 0 if all(name.endswith("ok") for name in counts) else 1
+    return 0 if all(name.endswith(("ok", "repeats")) or name == "default kernels: DIFFERS" for name in counts) else 1
 
 
 if __name__ == "__main__":

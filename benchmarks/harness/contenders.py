@@ -78,6 +78,8 @@ def prepare(model: Any, device: torch.device, compiled: str, attention: str, lig
             apply_liger_kernel(model, None)
         if attention:
             model.set_attn_implementation(attention)
+        if attention == varlen.NAME:
+            varlen.prepare(model)
     except ImportError as error:
         raise Unavailable(first_line(error)) from error
     if compiled:

@@ -161,10 +161,12 @@ RESIDENT: Mapping[str, Any] = {"site": "device", "weights": "resident"}
 STREAMED: Mapping[str, Any] = {"site": "host", "weights": "streamed"}
 BY: Mapping[str, Any] = {"compiled": "inductor"}
 VARLEN: Mapping[str, Any] = {"attention": "sdpa_varlen"}
+REPEATS: Mapping[str, Any] = {"repeats": True}  # training.full_determinism
 COMPUTE: tuple[Contender, ...] = (
     Contender(PLAIN, "contenders:Plain"),
     Contender("plain-compiled", "contenders:Plain", BY),
     Contender("plain-varlen", "contenders:Plain", VARLEN),
+    Contender("plain-repeats", "contenders:Plain", REPEATS),
     Contender("plain-flash", "contenders:Plain", {"attention": "flash_attention_2"}),
     Contender("plain-liger", "contenders:Plain", {"liger": True}),
     Contender("ours-resident", "contenders:Ours", RESIDENT),
@@ -172,6 +174,7 @@ COMPUTE: tuple[Contender, ...] = (
     Contender("ours-streamed", "contenders:Ours", STREAMED),
     Contender("ours-streamed-compiled", "contenders:Ours", {**STREAMED, **BY}),
     Contender("ours-streamed-varlen", "contenders:Ours", {**STREAMED, **VARLEN}),
+    Contender("ours-streamed-repeats", "contenders:Ours", {**STREAMED, **REPEATS}),
     Contender("ours-streamed-liger", "contenders:Ours", {**STREAMED, "liger": True}),
     Contender("fsdp2", "peers:Fsdp2"),
 )

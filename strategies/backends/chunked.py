@@ -39,6 +39,7 @@ from torch.distributed import all_reduce
 from torch.nn.functional import linear
 
 from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.backends.varlen import Documents
 from deepstow.strategies.engine.forward.blocks import find_blocks
 
 Span = tuple[int, int]  # of rows
@@ -299,6 +300,8 @@ def _own(name: str, value: Any, span: Span, rows: int) -> Any:
     """Of an argument that all rows have, what is of those in ``span``."""
     if span == (0, rows) or value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Documents):
+        return value.of_rows(*span)
     if isinstance(value, tuple):
         return tuple(_own(name, each, span, rows) for each in value)
     if not isinstance(value, Tensor) or (value.dim() and len(value) not in (1, rows)):

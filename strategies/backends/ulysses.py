@@ -9,9 +9,9 @@ for those of all tokens in 1 / N of the heads, computes these with torch's kerne
 Key-value heads that N does not divide are sent as often as it takes, at most once for each of their queries.
 
 Invariant. A token attends to the tokens that it attends to in plain training. Masks are not built, which would take
-memory for every pair of tokens: where documents begin and end travels in ``attention_mask``, as numbers, and each
-document is causal by itself, as in ``varlen.py``. A call without these numbers (generation, the comparison
-of an export) is plain attention on whole rows.
+memory for every pair of tokens: how long documents are travels beside the batch (``varlen.Documents``), and each
+document is causal by itself, as in ``varlen.py``. A call that does not say it (generation, the comparison of an export)
+is plain attention on whole rows.
 
 Source: Jacobs et al., "DeepSpeed Ulysses", 2023. DeepSpeed's own needs its engine, and under Accelerate it logged
 gradient norms of another scale than plain training.
@@ -67,10 +67,11 @@ class Ulysses:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        documents: varlen.Documents | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As Transformers' attention functions; ``attention_mask`` is of ``slice_of``, or this is plain attention."""
-        if attention_mask is None or attention_mask.dtype is not torch.int64:
+        """As Transformers' attention functions; ``documents`` are of ``slice_of``, or this is plain attention."""
+        if documents is None:
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -81,7 +82,7 @@ class Ulysses:
         heads = [part.shape[2] for part in parts]
         received = self._exchange(torch.cat(parts, dim=2)).movedim(0, 2).flatten(2, 3)
         query, key, value = received.split(heads, dim=1)
-        found = varlen.attend(query, key, value, attention_mask, sliding_window, scaling).transpose(1, 2)
+        found = varlen.attend(query, key, value, documents, sliding_window, scaling).transpose(1, 2)
         back = self._exchange(found.unflatten(2, (self.degree, -1)).movedim(2, 0))
         return back.movedim(0, 1).flatten(1, 2).transpose(1, 2).contiguous(), None
 
@@ -89,7 +90,7 @@ class Ulysses:
         parts = parts.contiguous()
         return parts if self.group is None else _AllToAll.apply(parts, self.group)  # type: ignore[no-any-return]
 
-    def slice_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def slice_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the model is given of whole rows: this rank's tokens with their positions in the row, and the token that
         follows each as its label. A row that does not divide gets some more padding, a document of its own.
 
@@ -99,17 +100,18 @@ class Ulysses:
         rows, length = ids.shape
         more = -length % self.degree
         if positions is None:
-            documents = ids.new_empty(1, 1, 0, 3)
+            documents = varlen.Documents(((length + more,),) * rows)
             positions = torch.arange(length + more, device=ids.device).expand(rows, -1)
         else:
             restarted = torch.arange(more, device=ids.device).expand(rows, -1)
             positions = torch.cat([positions, restarted], dim=1)
-            documents = varlen.documents(positions)
+            documents = (batch.get(varlen.DOCUMENTS) or varlen.Documents.at(batch["position_ids"])).padded(more)
         labels = pad(batch["labels"][:, 1:], (0, 1 + more), value=MASKED)
         width = (length + more) // self.degree
         mine = {"input_ids": pad(ids, (0, more)), "position_ids": positions, "labels": labels, "shift_labels": labels}
         place = slice(self.place * width, (self.place + 1) * width)
-        return {**{name: each[:, place].contiguous() for name, each in mine.items()}, "attention_mask": documents}
+        given: dict[str, Any] = {name: each[:, place].contiguous() for name, each in mine.items()}
+        return {**given, varlen.DOCUMENTS: documents.to(ids.device), "attention_mask": varlen.no_mask(ids.device)}
 
     def sum(self, number: Tensor) -> Tensor:
         """The sum over the slices of a row; a collective."""

@@ -58,12 +58,12 @@ def test_bits_of_plain_training(kept: tuple[str, ...] | None, dropout: float) ->
 
 def test_only_a_mask_for_every_pair_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with padding have a mask, packed ones none; a model's own mask is refused."""
-    seen: list[Tensor | None] = []
+    seen: list[varlen.Documents] = []
     own = varlen.attend
     monkeypatch.setattr(varlen, "attend", lambda *given: seen.append(given[3]) or own(*given))
     batch = packed(2)[0]
     model()(**batch)
-    assert [len(found[0, 0]) for found in seen if found is not None] == [5 + 2] * 4, "and one of padding in each row"
+    assert [sum(map(len, found.lengths)) for found in seen] == [5 + 2] * 4, "and one of padding in each row"
     seen.clear()
     ones = torch.ones_like(batch["input_ids"])
     ones[0, 3:] = 0

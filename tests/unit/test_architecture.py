@@ -53,7 +53,8 @@ ENVIRONMENT = {
     "trainer/errors.py": "torch's launcher names there the file whose text it shows last",
     "trainer/distributed/spawn.py": "is the launcher of its own ranks",
     "trainer/distributed/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
-    "trainer/verify/verify.py": "cuBLAS repeats its sums only where it is asked to by it",
+    "trainer/machine/repeated_sums.py": "cuBLAS and FlashAttention's package read from it whether sums have one order",
+    "trainer/verify/verify.py": "how many threads the user gives to a process",
     "trainer/run/live.py": "what kind of terminal the run has is said there and nowhere else",
     "trainer/run/trackers.py": "trackers are told their project by it, which may not be the one of the config",
 }

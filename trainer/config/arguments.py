@@ -98,6 +98,8 @@ RENAMED: Mapping[str, str] = {
 LESS = ("perplexity", "mae")  # metrics of ours that are better if smaller
 # Not passed on: with it, Hugging Face's Trainer uploads the run's folder at each save (trainer/run/upload.py).
 UPLOADS = frozenset(["push_to_hub", "hub_model_id", "hub_revision"])
+# Not passed on: with it, Hugging Face's Trainer makes each kernel wait (trainer/machine/repeated_sums.py).
+REPEATS = frozenset(["full_determinism"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
     {"allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"}
@@ -134,7 +136,7 @@ class TrainingSection(Section):
     warmup_steps: Warmup | None = option("Steps of linear warm-up; below 1 it is a share of all steps.")
     seed: Seed = option("Seed of everything random but the order of the data.", 42)
     data_seed: Seed | None = option("Seed of the order of the data; not set means seed.")
-    full_determinism: bool | None = option("Deterministic kernels throughout; slower.")
+    full_determinism: bool | None = option("Only kernels whose sums have one order; slower, see docs/exactness.md.")
     bf16: bool = option("Compute in bfloat16 and keep fp32 master weights.", False)
     fp16: bool = option("Compute in float16 with loss scaling and keep fp32 master weights.", False)
     tf32: bool | None = option("Allow TF32 in fp32 matrix products.")
@@ -258,7 +260,7 @@ class TrainingSection(Section):
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s, and those
         of compiling, by which Hugging Face's Trainer compiles the whole model.
         """
-        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS, *COMPILE_KEYS})
+        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS, *REPEATS, *COMPILE_KEYS})
         if self.early_stopping_patience is not None:
             given["metric_for_best_model"] = self.metric_for_best_model or "loss"
         if self.greater_is_better is None and str(self.metric_for_best_model).endswith(LESS):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from deepstow.strategies.backends.varlen import DOCUMENTS, Documents
 from deepstow.strategies.engine.forward.distilled_loss import TEACHER
 from deepstow.trainer.data import packing
 from deepstow.trainer.data.packing import MASKED
@@ -37,19 +38,24 @@ _TOLERANCE = 1e-3
 @dataclass(frozen=True)
 class Collator:
     """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``MULTIPLE``. Rows that a teacher
-    has answered have its answers as bytes, those at positions whose next token is trained, in order.
+    has answered have its answers as bytes, those at positions whose next token is trained, in order. An attention that
+    takes documents is told how long they are (``varlen.Documents``).
     """
 
     pad_token_id: int
     packing: bool  # rows have ``position_ids``; no ``attention_mask`` is made
     flatten: bool = False  # one row [1, rows * length]; for packing with flash attention
     least: int = 0  # tokens; compiled blocks take rows of one length
+    documents: bool = False  # attention takes documents; for packing
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         longest = max(self.least, *(len(row["input_ids"]) for row in rows))
         length = -(-longest // MULTIPLE) * MULTIPLE
         shape = (len(rows), length)
-        batch = {"input_ids": torch.full(shape, self.pad_token_id), "labels": torch.full(shape, MASKED)}
+        batch: dict[str, Any] = {
+            "input_ids": torch.full(shape, self.pad_token_id),
+            "labels": torch.full(shape, MASKED),
+        }
         third = "position_ids" if self.packing else "attention_mask"
         batch[third] = torch.zeros(shape, dtype=torch.long)
         for index, row in enumerate(rows):
@@ -61,6 +67,8 @@ class Collator:
                 batch[third][index, used:] = torch.arange(length - used)
         if TEACHER in rows[0]:
             batch[TEACHER] = answers_of(rows, batch["labels"])
+        if self.documents:
+            batch[DOCUMENTS] = Documents.at(batch["position_ids"])
         if self.flatten:
             return {name: tensor.flatten(0, 1)[None] for name, tensor in batch.items()}
         return batch

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deepstow.strategies.core.protocol import Phase, Refusal
+from deepstow.strategies.core.protocol import Axis, Phase, Refusal
 from deepstow.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +36,20 @@ def options(section: ModelSection) -> dict[str, str]:
 
         varlen.register()
     return {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
+
+
+def prepare(section: ModelSection, model: PreTrainedModel) -> None:
+    """Let ``model`` ask for no mask of packed rows, where its attention needs none."""
+    if section.attn_implementation == VARLEN:
+        from deepstow.strategies.backends import varlen
+
+        varlen.prepare(model)
+
+
+def takes_documents(config: RunConfig) -> bool:
+    """Whether attention computes documents of packed rows one by one, and so has to know how long they are."""
+    divided = any(Axis.SEQUENCE in each.divides() for each in config.strategies.values())
+    return divided or config.model.attn_implementation == VARLEN
 
 
 def of_copy(section: ModelSection) -> dict[str, str]:

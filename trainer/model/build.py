@@ -200,6 +200,7 @@ def build(
             quantise.quantise(model, section.quantization_config)
     keep_packing(model)
     attention.write_down(section, model.config)
+    attention.prepare(section, model)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
     if section.lora is None or task.adds_adapters:

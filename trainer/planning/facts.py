@@ -347,7 +347,11 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
     if config.data.packing:
         inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         if masked and name == attention.VARLEN:  # two documents: the results of several are copied into one
-            inputs["position_ids"] = (torch.arange(shape[1]) % -(-shape[1] // 2)).repeat(shape[0], 1)
+            from deepstow.strategies.backends import varlen
+
+            first = -(-shape[1] // 2)
+            inputs["position_ids"] = (torch.arange(shape[1]) % first).repeat(shape[0], 1)
+            inputs[varlen.DOCUMENTS] = varlen.Documents(((first, shape[1] - first),) * shape[0])
     elif masked:
         inputs["attention_mask"] = torch.zeros_like(ids)
     return inputs

@@ -44,6 +44,7 @@ from deepstow.trainer.distributed.ranks import GRACE_S, Ranks, collectives_of, p
 from deepstow.trainer.distributed.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
 from deepstow.trainer.distributed.watchdog import Watchdog
 from deepstow.trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
+from deepstow.trainer.machine.repeated_sums import repeated_sums
 from deepstow.trainer.model import attention
 from deepstow.trainer.planning.from_config import budget_of, check_options, refuse_folder
 from deepstow.trainer.run import (
@@ -173,7 +174,7 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
     """
     seen: list[Run] = []
     try:
-        with config.placing():
+        with config.placing(), repeated_sums(wanted=bool(config.training.full_determinism)):
             _whole(config, ranks, stop, watchdog, seen)
         _say_end(ExitCode.FINISHED, stop)
         return ExitCode.FINISHED

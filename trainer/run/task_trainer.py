@@ -8,7 +8,7 @@ import transformers
 
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.errors import DataError
-from deepstow.trainer.model import build
+from deepstow.trainer.model import attention, build
 from deepstow.trainer.run.pipeline_trainer import token_losses
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.tasks.table import TASKS
@@ -43,9 +43,10 @@ def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedToke
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(config.model.attn_implementation).startswith("flash_attention")
     least = config.data.max_length if config.training.compile_backend else 0
+    documents = packing and attention.takes_documents(config)
     pad: Any = tokenizer.pad_token_id
     losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
-    return {"data_collator": Collator(pad, packing, flatten=flatten, least=least), **losses}
+    return {"data_collator": Collator(pad, packing, flatten=flatten, least=least, documents=documents), **losses}
 
 
 def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:

@@ -38,6 +38,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.errors import ConfigError, DataError, UserError
 from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.machine.repeated_sums import repeat_sums
 from deepstow.trainer.model import shrink as copies_of
 from deepstow.trainer.model.build import load_config
 from deepstow.trainer.model.shrink import LAYERS, LENGTH, MOVING_LAYERS, VOCAB, CopyRun, features, leaves
@@ -339,14 +340,3 @@ def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             f"{noise[0].name} by {noise[0].relative:.1e}; an operator has no deterministic kernel"
         )
     return found
-
-
-def repeat_sums() -> None:
-    """Select kernels whose sums have one order, in this process.
-
-    Not by Hugging Face's ``full_determinism``: that makes each kernel wait for the one before, which would hide a wait
-    that the engine forgot.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-    torch.use_deterministic_algorithms(mode=True)
-    torch.backends.cudnn.benchmark = False

@@ -105,7 +105,9 @@ class Names:
         name = packet.__name__
         if "backward" in name:
             return None
-        if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
+        if any(
+            each in name for each in ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn")
+        ):
             return "attention"
         return "softmax" if name in ("_softmax", "_safe_softmax") else None
 
