@@ -5,7 +5,7 @@ VENV   := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 READY  := $(VENV)/.ready
 RANKS  ?= 1
-PART   ?= machine
+PART   ?= 1
 CASES  ?=
 
 .PHONY: help setup train finetune test test-all test-torchao test-liger faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
@@ -67,11 +67,12 @@ docs: $(READY) ## write the tables of keys into docs/, and build the site into b
 	python -m deepstow.trainer.config.doc
 	mkdocs build --strict --config-file .ci/mkdocs.yml
 
-gpu-check: $(READY) ## on a machine with a GPU, in parts of 8 minutes: PART=machine, engine, plan, peers, more-peers, ...
-	python benchmarks/gpu_check.py $(PART)
+gpu-check: $(READY) ## the campaign on a GPU, three calls of 9 minutes: PART=1, 2, 3; others: benchmarks/README.md
+	python -m deepstow.benchmarks.gpu_check $(PART)
 
 gpu-rehearsal: $(READY) ## every part of gpu-check with the smallest models, here
-	python benchmarks/gpu_check.py all --rehearse --seconds 3600 --out runs/gpu-rehearsal
+	rm -rf runs/gpu-rehearsal
+	python -m deepstow.benchmarks.gpu_check all --rehearse --patience 3 --seconds 7200 --out runs/gpu-rehearsal
 
 bench: $(READY) ## offload against its peers, on this machine; a record under benchmarks/records
 	python launch/bench.py offload

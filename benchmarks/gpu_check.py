@@ -1,15 +1,15 @@
-"""The checks to run on a machine with an accelerator, in parts that end in time and lose nothing that was found.
+"""The campaign on a machine with an accelerator: three calls, which end in time and lose nothing that was found.
 
-    python benchmarks/gpu_check.py PART --out FOLDER [--seconds 480] [--known results.jsonl] [--rehearse]
+    python -m deepstow.benchmarks.gpu_check PART --out FOLDER [--seconds 540] [--known FILE] [--rehearse [--patience 4]]
 
 A part (see ``PARTS``) is a list of steps, the most valuable first. Each step is a process with its own time limit; at
 the limit faulthandler prints where it was, and the process is killed with all that it started. Lines of JSON that a
-step prints are copied into ``results.jsonl`` at once. A step that succeeded according to ``--known`` is not run again,
-and no step starts that the part has no time left for. At the end a table is printed and the part's folder is packed
-into one tar.
+step prints are copied into ``results.jsonl`` at once. A step that succeeded according to that file or to ``--known`` is
+not run again, unless a machine has to be prepared by it. No step starts that has less than half of its time left. At
+the end a table says what was found and which bars hold (``gpu_bars.py``), and the part's folder is packed into one tar.
 
 ``--rehearse`` runs the same steps with the smallest models on any machine, to find mistakes before time on a GPU is
-spent.
+spent. Its rates are kept apart from those of the machine.
 """
 
 from __future__ import annotations
@@ -25,131 +25,170 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepstow.benchmarks import gpu_bars
+from deepstow.trainer.distributed.ranks import Ranks, settle_environment
+from deepstow.trainer.machine.probe import cores
+
 REPO = Path(__file__).resolve().parent.parent
+BEGAN_S = time.monotonic()
 LARGEST_FILE = 2 << 20  # larger files stay on the machine
 GRACE_S = 10  # for faulthandler to print the stacks
-PEERS = ("ours-budget", "deepspeed-zero2", "superoffload", "deepspeed-zero3", "fsdp2", "torchao")
+ENDING_S = 15  # to kill what is left, and to pack
+RECORDED = REPO / "benchmarks" / "records" / "gpu" / "results.jsonl"
+HOST = "104GiB"  # of 128: plans for 6.7 B take 79 to 89, and loading the model 13 beside that
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command for Python, and how long it may run."""
+    """A command for Python, and how long it may run. ``always``: it prepares the machine, which may be another one each
+    time; ``beside``: the next steps run while it does.
+    """
 
     name: str
     limit_s: float
     command: tuple[str, ...]
+    always: bool = False
+    beside: bool = False
 
 
-def step(name: str, limit_s: float, words: str, *more: str) -> Step:
-    return Step(name, limit_s, (*words.split(), *more))
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``real`` or with the smallest models; ``out``: the part's folder; ``known``: files of earlier results."""
+
+    real: bool
+    out: Path
+    known: tuple[Path, ...]
+    patience: float = 1.0  # times as long as their limits may steps take
 
 
-def models(real: bool) -> tuple[str, str]:
-    """The large model and the small one."""
-    return ("6.7b", "1.3b") if real else ("tiny", "tiny")
+def step(name: str, limit_s: float, words: str, *more: str, **how: bool) -> Step:
+    return Step(name, limit_s, (*words.split(), *more), **how)
 
 
-def machine(real: bool, out: Path) -> Iterator[Step]:
-    """(a) What the machine is, and how fast its parts are."""
-    yield step("machine", 120, f"-m deepstow.benchmarks.gpu_measure --pin {'1,40' if real else '0.01'}")
-    yield step("doctor", 60, "launch/doctor.py --json", str(out / "doctor.json"))
-    yield step("rates", 120, "launch/doctor.py --rates --out", str(out / "rates.json"))
-    yield step("build", 300, "launch/doctor.py --build")
+MEASURE, ENGINE = "-m deepstow.benchmarks.gpu_measure", "-m deepstow.benchmarks.gpu_engine"
 
 
-def engine(real: bool, out: Path) -> Iterator[Step]:
-    """(b) Exactness: models of a real width, the grid with pauses on the streams, saved tensors on the host."""
-    script = "-m deepstow.benchmarks.gpu_engine" + ("" if real else " --device cpu")
-    yield step("real widths", 200, f"{script} --wide {20 if real else 1} --cases 0")
-    yield step("grid", 220, f"{script} --wide 0 --cases {120 if real else 4}")
-    yield step("saved on the host", 200, f"{script} --wide 0 --cases 0 --saved")
+def prepared(call: Call, grow_s: float) -> Iterator[Step]:
+    """Host memory that is there, and rates where plans look for them."""
+    yield step("memory", grow_s, f"{MEASURE} --grow {'112GiB' if call.real else '64MiB'}", always=True)
+    how = "" if call.real else "--quick "
+    yield step("rates", 80, f"{MEASURE} --rates {how}--known", *map(str, call.known), always=True)
 
 
-def planned(real: bool, out: Path) -> Iterator[Step]:
-    """(c) Predicted against measured memory and time, at three budgets."""
-    model, length = models(real)[0], 2048 if real else 32
-    for budget in ("12GiB", "24GiB", "60GiB") if real else ("1500KiB", "4MiB", "64MiB"):
-        words = f"-m deepstow.benchmarks.gpu_measure --model {model} --gpu-memory {budget} --length {length}"
-        yield step(f"{model} in {budget}", 150, words)
+def built(limit_s: float) -> Step:
+    """DeepSpeed's extensions, compiled while other steps run."""
+    return step("build", limit_s, "launch/doctor.py --build", always=True, beside=True)
 
 
-def _offload(real: bool, model: str, rows: int, names: Sequence[str], limit_s: float, out: Path) -> Iterator[Step]:
-    """One contender per step; rows of 2,048 tokens."""
-    dtype, length, budget = ("bf16", 2048, "24GiB") if real else ("fp32", 32, "1500KiB")
-    work = f"--model {model} --dtype {dtype} --rows {rows} --length {length} --recompute --rounds 1 --steps 3"
-    for name in names:
-        words = f"launch/bench.py offload {work} --subjects {name} --gpu-memory {budget} --out"
-        yield step(f"{model}, {2 * rows}k, {name}", limit_s, words, str(out / f"{model}-{2 * rows}k-{name}"))
+def contender(call: Call, tokens: int, name: str, limit_s: float, words: str = "") -> Step:
+    """One contender at 6.7 B in rows of 2,048 tokens, blocks recomputed."""
+    work, budget = "--model 6.7b --length 2048", f"--gpu-memory 24GiB --host-memory {HOST}"
+    if not call.real:
+        work, budget = "--model tiny --length 32", "--gpu-memory 4MiB --tensors"
+    title = f"{tokens}k, {name}{f' {words.strip()}' if words else ''}".replace(" --gpu-memory", " in")
+    words = f"{MEASURE} {work} {budget} --rows {tokens // 2} --subject {name} {words}"
+    return step(title, limit_s, words)
 
 
-def peers(real: bool, out: Path) -> Iterator[Step]:
-    """(d) The peers where they are strongest: 8k tokens per step, clipping, 24 GiB."""
-    large, small = models(real)
-    yield from _offload(real, large, 4, PEERS, 150, out)
-    yield from _offload(real, small, 4, ("plain", "ours-resident"), 90, out)
+def exactness(call: Call) -> Iterator[Step]:
+    """The machine; exactness with pauses on the streams while DeepSpeed's extension is built; noise; attention."""
+    seconds = (90, 30, 45, 45) if call.real else (20, 10, 10, 10)
+    yield from prepared(call, 50)
+    yield step("machine", 70, f"{MEASURE} --pin {'1,40' if call.real else '0.01,0.02'}")
+    yield built(240)
+    yield step("grid", 110, f"{ENGINE} --wide 0 --cases {120 if call.real else 4} --seconds {seconds[0]}")
+    yield step("noise", 50, f"{ENGINE} --wide 0 --cases 0 --noise --seconds {seconds[1]}")
+    yield step("saved on the host", 65, f"{ENGINE} --wide 0 --cases 0 --saved --seconds {seconds[2]}")
+    yield step("real widths", 65, f"{ENGINE} --wide {20 if call.real else 1} --cases 0 --seconds {seconds[3]}")
+    model = f"--model {'1.3b --rows 4' if call.real else 'tiny --length 32'} --subject plain --steps 8"
+    yield step("with cuDNN's attention", 40, f"{MEASURE} {model}")
+    yield step("without cuDNN's attention", 40, f"{MEASURE} {model} --without-cudnn")
 
 
-def more_peers(real: bool, out: Path) -> Iterator[Step]:
-    """(d) Other numbers of tokens."""
-    for model in dict.fromkeys(models(real)):
-        for rows in (1, 8, 16):
-            yield from _offload(real, model, rows, ("ours-budget", "deepspeed-zero2", "deepspeed-zero3"), 150, out)
+def eight(call: Call) -> Iterator[Step]:
+    """6.7 B at 8k tokens in 24 GiB: ours, with one profiled step, beside the peers that are strongest there."""
+    yield from prepared(call, 40)
+    yield built(150)
+    yield contender(call, 8, "plain", 75)
+    profile = f"--profile {call.out / 'step.json.gz'}"
+    yield replace(contender(call, 8, "ours-budget", 130, profile), name="8k, ours-budget")
+    yield contender(call, 8, "superoffload", 120)
+    yield contender(call, 8, "deepspeed-zero2", 120)
 
 
-def linear(real: bool, out: Path) -> Iterator[Step]:
-    """(e) Routes of linear layers."""
-    work = "--dtype bf16 --tokens 8192 --rounds 2" if real else "--tokens 64 --rounds 1"
-    words = f"launch/bench.py linear --model {models(real)[1]} {work} --accumulation 2 --out"
-    yield step("linear", 400, words, str(out / "linear"))
+def sixteen(call: Call) -> Iterator[Step]:
+    """6.7 B at 16k tokens: ours beside plain; ours in 12 GiB; FSDP2, torchao."""
+    yield from prepared(call, 40)
+    yield contender(call, 16, "ours-budget", 120)
+    yield contender(call, 16, "plain", 70)
+    yield contender(call, 8, "ours-budget", 115, "--gpu-memory 12GiB" if call.real else "--gpu-memory 2MiB")
+    yield contender(call, 16, "fsdp2", 105)
+    yield contender(call, 16, "torchao", 50)
 
 
-def recompute(real: bool, out: Path) -> Iterator[Step]:
-    """(f) What forward keeps for backward."""
+def linear(call: Call) -> Iterator[Step]:
+    """Routes of linear layers."""
+    yield from prepared(call, 40)
+    work = "1.3b --dtype bf16 --tokens 8192 --rounds 2" if call.real else "tiny --tokens 64 --rounds 1"
+    words = f"launch/bench.py linear --model {work} --accumulation 2 --out"
+    yield step("linear", 400, words, str(call.out / "linear"))
+
+
+def recompute(call: Call) -> Iterator[Step]:
+    """What forward keeps for backward."""
+    yield from prepared(call, 40)
     names = "plain,ours-selective,ours-selective-host,ours-full,ours-auto-50,hf-checkpointing,hf-checkpointing-host"
-    work = f"--model {models(real)[1]} --tokens {4096 if real else 64} --rounds 1 --subjects {names}"
+    work = f"{'1.3b --tokens 4096' if call.real else 'tiny --tokens 64'} --rounds 1 --subjects {names}"
     for attention in ("sdpa", "eager"):
-        words = f"launch/bench.py recompute {work} --attention {attention} --out"
-        yield step(f"recompute, {attention}", 220, words, str(out / attention))
+        words = f"launch/bench.py recompute --model {work} --attention {attention} --out"
+        yield step(f"recompute, {attention}", 220, words, str(call.out / attention))
 
 
-def compute(real: bool, out: Path) -> Iterator[Step]:
-    """(h) Attention, compiled blocks, fused kernels; rows packed of four documents."""
-    work = "--dtype bf16 --rows 1 --length 4096" if real else "--rows 1 --subjects plain,plain-varlen,ours-streamed"
-    words = f"launch/bench.py compute --model {models(real)[1]} {work} --documents 4 --rounds 1 --steps 3 --out"
-    yield step("compute", 470, words, str(out / "compute"))
+def compute(call: Call) -> Iterator[Step]:
+    """Attention, compiled blocks, fused kernels; rows packed of four documents."""
+    yield from prepared(call, 40)
+    work = "1.3b --dtype bf16 --length 4096" if call.real else "tiny --subjects plain,plain-varlen,ours-streamed"
+    words = f"launch/bench.py compute --model {work} --rows 1 --documents 4 --rounds 1 --steps 3 --out"
+    yield step("compute", 400, words, str(call.out / "compute"))
 
 
-def largest(real: bool, out: Path) -> Iterator[Step]:
-    """(g) The largest model that can be trained exactly on this device and host."""
-    options = "largest --gpu-memory 76GiB --length 2048" if real else "tiny --gpu-memory 64MiB --length 32"
-    yield step("largest", 400, f"-m deepstow.benchmarks.gpu_measure --model {options}")
+def largest(call: Call) -> Iterator[Step]:
+    """The largest model that can be trained exactly on this device and host."""
+    yield from prepared(call, 40)
+    real, tiny = f"--gpu-memory 76GiB --host-memory {HOST}", "--gpu-memory 1GiB --tensors --length 32 --most-blocks 3"
+    yield step("largest", 400, f"{MEASURE} --model largest {real if call.real else tiny}")
 
 
-PARTS: Mapping[str, Callable[[bool, Path], Iterator[Step]]] = {
-    "machine": machine, "engine": engine, "plan": planned, "peers": peers, "more-peers": more_peers, "linear": linear,
-    "recompute": recompute, "largest": largest, "compute": compute,
+PARTS: Mapping[str, Callable[[Call], Iterator[Step]]] = {
+    "1": exactness, "2": eight, "3": sixteen, "linear": linear, "recompute": recompute, "largest": largest,
+    "compute": compute,
 }  # fmt: skip
 
 
-def succeeded(known: Path) -> set[tuple[str, str]]:
-    """Part and step of each success in a ``results.jsonl``, which need not exist."""
-    rows = map(json.loads, known.read_text().splitlines() if known.exists() else ())
+def results_in(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The lines of files of results, which need not exist."""
+    return [json.loads(line) for path in files if path.exists() for line in path.read_text().splitlines()]
+
+
+def succeeded(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Part and step of each success."""
     return {(row["part"], row["step"]) for row in rows if row.get("rc") == 0}
 
 
-def run(part: str, step: Step, limit_s: float, out: Path) -> dict[str, Any]:
+def run(part: str, step: Step, limit_s: float, out: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """Run a step to its end or its limit. Returns its line of ``results.jsonl``, which also gets what it finds."""
     log = out / f"{step.name.replace(' ', '-').replace(',', '')}.txt"
     began, last = time.monotonic(), ""
-    environment = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", *step.command], cwd=REPO, env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        [sys.executable, *step.command], cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
+    with contextlib.suppress(OSError):  # if memory runs out, the step is killed and not this process
+        Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
     timer = threading.Timer(limit_s, _end, [process])
     timer.start()
     assert process.stdout is not None
@@ -157,11 +196,11 @@ def run(part: str, step: Step, limit_s: float, out: Path) -> dict[str, Any]:
         for line in process.stdout:
             file.write(line)
             last = line.strip() or last
-            if line.startswith("{"):
-                results.write(json.dumps({"part": part, "step": step.name, "found": json.loads(line)}) + "\n")
+            if (found := _found(line)) is not None:
+                results.write(json.dumps({"part": part, "step": step.name, "found": found}) + "\n")
         rc = process.wait()
         timer.cancel()
-        _kill(process)
+        _kill(process, signal.SIGKILL)
         seconds = round(time.monotonic() - began, 1)
         row = {"part": part, "step": step.name, "rc": rc, "seconds": seconds, "limit_s": limit_s, "last": last}
         results.write(json.dumps(row) + "\n")
@@ -169,16 +208,25 @@ def run(part: str, step: Step, limit_s: float, out: Path) -> dict[str, Any]:
     return row
 
 
+def _found(line: str) -> dict[str, Any] | None:
+    """A line of JSON; None for other lines, as those of libraries."""
+    try:
+        found = json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     """Let faulthandler print the stacks, then kill the process with all that it started."""
-    process.send_signal(signal.SIGABRT)
+    _kill(process, signal.SIGABRT)
     time.sleep(GRACE_S)
-    _kill(process)
+    _kill(process, signal.SIGKILL)
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
 
 
 def packed(out: Path, part: str) -> None:
@@ -189,34 +237,74 @@ def packed(out: Path, part: str) -> None:
         tar.add(out, arcname=part, filter=lambda info: info if info.size <= LARGEST_FILE else None)
 
 
+def around(given: argparse.Namespace) -> dict[str, str]:
+    """The environment of the steps. A rehearsal's home is its own, so that its rates are nobody's."""
+    settle_environment(Ranks(), cores()[1])
+    found = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    found["PYTHONFAULTHANDLER"] = "1"
+    if given.rehearse:
+        found.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions" / "rehearsal"))
+        found["HOME"] = str(given.out / "home")
+        (given.out / "home").mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def part_run(
+    part: str, call: Call, deadline: float, done: set[tuple[str, str]], environment: Mapping[str, str]
+) -> bool:
+    """Run the steps of a part that are not done. False: one failed, or was left out."""
+    fine, beside = True, list[threading.Thread]()
+    ends: list[dict[str, Any]] = []
+    for step in PARTS[part](call):
+        most_s = call.patience * step.limit_s
+        limit_s = min(most_s, deadline - time.monotonic() - ENDING_S)
+        if (part, step.name) in done and not step.always:
+            print(f"{step.name}: recorded already", flush=True)
+        elif limit_s < most_s / 2:
+            print(f"not run, no time left: {step.name}", flush=True)
+            fine = False
+        elif step.beside:
+            thread = threading.Thread(
+                target=lambda one=step, most=limit_s: ends.append(run(part, one, most, call.out, environment))
+            )
+            thread.start()
+            beside.append(thread)
+        else:
+            ends.append(run(part, step, limit_s, call.out, environment))
+    for thread in beside:
+        thread.join()
+    return fine and not any(end["rc"] for end in ends)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; 1 if a step failed or was not run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu-check")))
-    parser.add_argument("--known", type=Path, default=REPO / "benchmarks" / "records" / "gpu" / "results.jsonl")
-    parser.add_argument("--seconds", type=float, default=480.0, help="for the part (default 480)")
+    parser.add_argument("--known", type=Path, default=RECORDED, help="results of earlier calls")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for the call (default 540)")
     parser.add_argument("--rehearse", action="store_true", help="the smallest models, on any machine")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="X", help="times as long may each step take")
     given = parser.parse_args(argv)
-    known = set[tuple[str, str]]() if given.rehearse else succeeded(given.known)
-    deadline, ends, left = time.monotonic() + given.seconds, [], []
-    for part in PARTS if given.part == "all" else [given.part]:
-        out = given.out / part
-        out.mkdir(parents=True, exist_ok=True)
-        for step in PARTS[part](not given.rehearse, out):
-            limit_s = min(step.limit_s, deadline - time.monotonic() - GRACE_S)
-            if (part, step.name) in known:
-                print(f"{step.name}: recorded already", flush=True)
-            elif limit_s < step.limit_s / 4:
-                left.append(step.name)
-            else:
-                ends.append(run(part, step, limit_s, out))
-        packed(out, part)
-    for end in ends:
-        print(f"{end['part']:<12} {end['step']:<34} exit {end['rc']:>4} {end['seconds']:>7.1f} s  {end['last'][:80]}")
-    for name in left:
-        print(f"not run, no time left: {name}", flush=True)
-    return int(bool(left) or any(end["rc"] for end in ends))
+    given.out = given.out.resolve()
+    deadline = time.monotonic() + given.seconds if argv is not None else BEGAN_S + given.seconds
+    own = given.out / "results.jsonl"
+    known = (own,) if given.rehearse else (given.known, own)
+    environment, fine = around(given), True
+    calls = {
+        part: Call(not given.rehearse, given.out / part, known, given.patience)
+        for part in (PARTS if given.part == "all" else [given.part])
+    }
+    for part, call in calls.items():
+        call.out.mkdir(parents=True, exist_ok=True)
+        fine &= part_run(part, call, deadline, succeeded(results_in(known)), environment)
+    every = [(part, step.name) for part, call in calls.items() for step in PARTS[part](call)]
+    text = gpu_bars.summary(results_in(known), every)
+    (given.out / "summary.txt").write_text(text + "\n")
+    print(f"\n{text}", flush=True)
+    for part, call in calls.items():
+        packed(call.out, part)
+    return int(not fine)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,29 @@
 """Exactness of the memory engine and of saved tensors on the host, on an accelerator, with pauses on the streams.
 
-    python -m deepstow.benchmarks.gpu_engine [--wide 20] [--cases 120] [--saved] [--noise] [--device cpu]
+    python -m deepstow.benchmarks.gpu_engine [--wide 20] [--cases 120] [--saved] [--noise] [--device cpu] [--seconds 90]
 
 Where the device updates, the result must equal plain training on the same device bit for bit. Where the CPU's kernel
 updates, the largest difference relative to the tensor's largest number is reported. Before each comparison plain
 training is compared with itself: if that differs, the case says nothing. All of this is with kernels whose sums have
 one order (``training.full_determinism``). ``--noise`` instead compares plain training with itself alone, with the
-kernels that a run takes by default. ``--device cpu`` tries out the script, and
+kernels that a run takes by default. Without an accelerator the CPU is the device;
 ``--device sim`` uses the simulated accelerator of the tests, whose device and host have the same kernels. Each case is
-printed as a line of JSON when it ends.
+printed as a line of JSON when it ends; after ``--seconds`` none begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
+from math import inf
 from typing import Any
 
 import torch
@@ -83,7 +85,8 @@ def worst(expected: Result, found: Result) -> float:
 
 def wide(number: int) -> list[tuple[Row, torch.dtype]]:
     """Cases at a real width, half of them in bf16."""
-    same = {"model": "wide", "bucket": "one", "accumulation": 1, "tied": False, "groups": 1, "prefetch": 2}
+    same = {"model": "wide", "bucket": "one", "accumulation": 1, "tied": False, "groups": 1}
+    same |= {"prefetch": 2, "ahead": False}
     varied = {
         "site": ("device", "streamed", "host"), "weights": ("resident", "travelling"), "park": ("device", "host"),
         "clip": ("tight", "in-backward"), "recompute": ("none",),
@@ -164,21 +167,27 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
     parser.add_argument("--saved", action="store_true", help="saved tensors on the host")
     parser.add_argument("--noise", action="store_true", help="plain training against itself, with default kernels")
-    kind = accelerator.kind()
-    parser.add_argument("--device", default=kind, required=kind is None, help="default: the accelerator")
+    parser.add_argument("--device", default=accelerator.kind() or "cpu", help="default: the accelerator, or the CPU")
+    parser.add_argument("--seconds", type=float, default=inf, help="after so many no case begins (default: all do)")
     given = parser.parse_args()
+    deadline_s = time.perf_counter() + given.seconds
     if given.device == simulated.NAME:
         simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
     cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
     random.Random(0).shuffle(cases)
     todo = [*wide(given.wide), *cases[: given.cases]]
     if given.noise:
-        return report([try_noise(*case, given.device) for case in todo])
-    repeat_sums()
-    records = [try_case(*case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
-    if given.saved:
+        trials = [partial(try_noise, *case, given.device) for case in todo]
+    else:
+        repeat_sums()
+        trials = [partial(try_case, *case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
+    if given.saved and not given.noise:
         saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
-        records += [try_saved(name, attention, dtype, policy, given.device) for name, attention, dtype, policy in saved]
+        for name, attention, dtype, policy in saved:
+            trials.append(partial(try_saved, name, attention, dtype, policy, given.device))
+    records = [trial() for trial in trials if time.perf_counter() < deadline_s]
+    if len(records) < len(trials):
+        print(f"no time for {len(trials) - len(records)} of {len(trials)} cases")
     return report(records)
 
 
@@ -194,4 +203,6 @@ def report(records: Sequence[Mapping[str, Any]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    sys.stdout.flush()
+    os._exit(ended)  # as gpu_measure.py does

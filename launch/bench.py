@@ -65,7 +65,7 @@ def parser() -> Parser:
     offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
     _add(offload, "--ranks", work.whole, "1", "N", "processes, each with a device or its part of the cores")
     _add(offload, "--disk", work.folder, None, "FOLDER", "on a local drive, for ours-disk and zero-infinity")
-    _add(offload, "--host-memory", work.memory, None, "SIZE", "of ours-disk; the rest is on the disk")
+    _add(offload, "--host-memory", work.memory, None, "SIZE", "that ours may use; ours-disk has the rest on the disk")
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     _add_choice(again, "--attention", work.ATTENTIONS, "sdpa")
     _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")

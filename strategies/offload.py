@@ -92,7 +92,9 @@ class Offload(Strategy):
     )
 
     gpu_memory: Budget = Field(
-        default=AUTO, description="Memory to use on the device: a size (20GiB), a share (0.8), or auto: 0.9 of it."
+        default=AUTO,
+        description="Memory to use on the device: a size (20GiB), a share (0.8), or auto: 0.9 of it. A size is that of "
+        "all tensors; on CUDA the context and libraries have up to 1 GiB beside it.",
     )
     host_memory: Budget = Field(
         default=AUTO,
@@ -290,7 +292,7 @@ class Offload(Strategy):
         if self.gather == "host" and not machine.in_order:
             raise self._refusal("gather", "only on x86 may ranks read each other's memory; write auto or network")
         if machine.has_accelerator and budget > machine.device_bytes:
-            has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
+            has = f"more than tensors can have of the device, {human(machine.device_bytes)}; write auto"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
             raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, home=Home.DEVICE, budget=size)
 

@@ -20,8 +20,8 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
@@ -33,10 +33,11 @@ import torch._dynamo.utils
 from torch import Tensor
 
 from deepstow.benchmarks.harness.contenders import Trained, Unavailable
-from deepstow.benchmarks.harness.work import Work
+from deepstow.benchmarks.harness.work import OURS, Contender, Work
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.distributed.ranks import from_environment, process_group
 from deepstow.trainer.machine.probe import cores, others_cpu_s, probe, status_bytes
+from deepstow.trainer.machine.profiles import known_rates, one_line
 from deepstow.trainer.machine.repeated_sums import repeated_sums
 from deepstow.trainer.run.plan_check import count_saved
 
@@ -44,6 +45,8 @@ NUM_BATCHES = 2  # optimizer steps before the tokens repeat: the loss then falls
 NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix differ
 TIMEOUT_S = 600
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao")
+Batches = Sequence[Sequence[Mapping[str, Tensor]]]  # the micro-batches of each optimizer step
+Then = Callable[[dict[str, Any], Trained, Batches], None]
 
 
 def main() -> int:
@@ -56,7 +59,7 @@ def main() -> int:
     work = Work(**request["work"])
     try:
         with process_group(ranks, TIMEOUT_S, single=False):
-            result = run(work, request["contender"]["maker"], request["contender"]["options"])
+            result = run(work, Contender(**request["contender"]))
     except Exception as error:
         traceback.print_exc()
         result = {"failed": reason(error)}
@@ -65,10 +68,13 @@ def main() -> int:
 
 
 def surroundings() -> dict[str, Any]:
-    """This machine, and the versions of the compared packages."""
-    versions = {"python": sys.version.split()[0]}
+    """This machine with its measured rates ("": there are none), and the versions of the compared packages."""
+    machine, versions = probe(), {"python": sys.version.split()[0]}
     versions |= {name: version(name) if find_spec(name) else "not installed" for name in PACKAGES}
-    return {"hardware": asdict(probe()), "versions": versions}
+    stored = known_rates(machine)
+    measured = stored.rates is not None and stored.rates.origin == "measured"
+    rates = one_line(stored.rates) if measured and stored.rates else ""
+    return {"hardware": asdict(machine), "versions": versions, "rates": rates, "rates_ignored": stored.ignored}
 
 
 def reason(error: Exception) -> str:
@@ -77,20 +83,25 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
 
-def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train and measure; returns everything that the record has about this run. Every maker has the option ``repeats``:
-    only kernels whose sums have one order.
+def run(work: Work, contender: Contender, then: Then = lambda *_: None) -> dict[str, Any]:
+    """Train and measure; returns everything that the record has about this run, which ``then`` gets as well, with what
+    was trained, before that is closed. Every maker has the option ``repeats``: only kernels whose sums have one order.
     """
-    own = {name: value for name, value in options.items() if name != "repeats"}
-    with repeated_sums(wanted=options.get("repeats", False)):
-        return measured(work, maker, own)
+    own = {name: value for name, value in contender.options.items() if name != "repeats"}
+    with repeated_sums(wanted=contender.options.get("repeats", False)):
+        return measured(work, replace(contender, options=own), then)
 
 
-def measured(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def measured(work: Work, contender: Contender, then: Then) -> dict[str, Any]:
     """``run``, with the kernels that are selected."""
-    module, name = maker.split(":")
+    module, name = contender.maker.split(":")
     imported = importlib.import_module(f"deepstow.benchmarks.harness.{module}")
-    device = accelerator.current() or torch.device("cpu")
+    device, options = accelerator.current() or torch.device("cpu"), dict(contender.options)
+    row = accelerator.row_of(device)
+    row.expand_segments(device)
+    if contender.gpu_memory is not None and device.type != "cpu":
+        row.limit(device, contender.gpu_memory)
+        options |= {"gpu_memory": contender.gpu_memory} if contender.maker == OURS else {}
     batches = tokens(work, device)
     before_bytes = status_bytes("VmRSS")
     began_s = time.perf_counter()
@@ -98,6 +109,7 @@ def measured(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, An
     built_s = time.perf_counter() - began_s
     trained: Trained = getattr(imported, name)(work, model, device, **options)
     result: dict[str, Any] = {"settings": dict(trained.settings), "notes": list(trained.notes)}
+    result["gpu_memory"] = contender.gpu_memory
     result |= {"built_s": built_s, "setup_s": time.perf_counter() - began_s}
     gc.collect()
     trained.model.train()
@@ -121,12 +133,13 @@ def measured(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, An
         result["device_peak_bytes"] = planned + result["saved_bytes"]
     result["backward_peak_bytes"] = backward_peak_bytes(trained, batches[0][0], device)
     trained.discard(batches[0][0])
+    then(result, trained, batches)
     trained.close()
     return result
 
 
-def llama(work: Work) -> Any:
-    """Build the model on the CPU, with the same random weights in every process.
+def llama(work: Work, *, filled: bool = True) -> Any:
+    """Build the model on the CPU, with the same random weights in every process; not ``filled``: without touching any.
 
     All weights are cut from one draw, because drawing billions of numbers would take longer than the timed steps.
     """
@@ -144,7 +157,7 @@ def llama(work: Work) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=work.attention)
     generator = torch.Generator().manual_seed(work.seed)
     noise = torch.randn(NOISE_LENGTH, generator=generator).mul_(config.initializer_range).to(dtype)
-    for index, param in enumerate(model.parameters()):
+    for index, param in enumerate(model.parameters() if filled else ()):
         if param.dim() == 1:
             param.data.fill_(1.0)
             continue
@@ -154,6 +167,13 @@ def llama(work: Work) -> Any:
     if work.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def step(trained: Trained, micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """An optimizer step, whose update may be deferred; its loss."""
+    losses = [trained.micro_batch(batch) for batch in micro_batches]
+    trained.update()
+    return torch.stack(losses).mean()
 
 
 def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
@@ -177,15 +197,8 @@ def summed(numbers: Sequence[Tensor | float], work: Work) -> list[float]:
     return sums.tolist()
 
 
-def timed(
-    work: Work, trained: Trained, batches: Sequence[Sequence[Mapping[str, Tensor]]], device: torch.device
-) -> dict[str, Any]:
+def timed(work: Work, trained: Trained, batches: Batches, device: torch.device) -> dict[str, Any]:
     """Run the warm-up and the measured steps; the module docstring says when the clock runs."""
-
-    def step(index: int) -> Tensor:
-        losses = [trained.micro_batch(batch) for batch in batches[index % len(batches)]]
-        trained.update()
-        return torch.stack(losses).mean()
 
     def settle() -> float:
         """Wait until everything is done; the time then."""
@@ -198,10 +211,10 @@ def timed(
 
     graphs = torch._dynamo.utils.counters["stats"]
     torch.manual_seed(work.seed)  # of dropout
-    losses = [step(index) for index in range(work.warmup)]
+    losses = [step(trained, batches[index % len(batches)]) for index in range(work.warmup)]
     stamps, others_s, own_s, compiled = [settle()], others_cpu_s(), time.process_time(), graphs["unique_graphs"]
     for index in range(work.warmup, work.warmup + work.steps):
-        losses.append(step(index))
+        losses.append(step(trained, batches[index % len(batches)]))
         stamps.append(time.perf_counter())
     seconds = settle() - stamps[0]
     others_s, own_s = others_cpu_s() - others_s, time.process_time() - own_s

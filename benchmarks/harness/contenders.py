@@ -132,6 +132,7 @@ class Ours(Trained):
     ) -> None:  # fmt: skip
         from deepstow.strategies.core.facts import Home
         from deepstow.strategies.core.on_disk import disk_bytes
+        from deepstow.strategies.core.sizes import BESIDE_BYTES
         from deepstow.strategies.engine import AdamW, stow
         from deepstow.strategies.planner.step_cost import plan_cost
         from deepstow.strategies.report.plan_table import table
@@ -141,7 +142,10 @@ class Ours(Trained):
         if on_disk and not work.disk:
             raise Unavailable("needs --disk")
         if on_disk:
-            options |= {"disk": work.disk, "disk_memory": "1TiB", "host_memory": work.host_memory}
+            options |= {"disk": work.disk, "disk_memory": "1TiB"}
+        options["host_memory"] = work.host_memory
+        if "gpu_memory" in options:  # of all that is on the device; a plan is for its tensors
+            options["gpu_memory"] -= BESIDE_BYTES.get(device.type, 0)
         prepare(model, device, compiled, attention)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
@@ -156,6 +160,7 @@ class Ours(Trained):
         self.settings = {
             **options,
             "predicted_step_s": cost.seconds if cost else None,
+            "bound_s": cost.bound if cost else None,  # no plan of these rates and this budget takes less
             "predicted_device_bytes": plan.peak(Home.DEVICE),
             "predicted_host_bytes": plan.peak(Home.HOST),
         }

@@ -20,10 +20,11 @@ from PIL import Image, ImageDraw
 
 from deepstow.benchmarks.harness import processes
 from deepstow.benchmarks.harness.processes import REPO, Run
-from deepstow.benchmarks.harness.work import PLAIN, Contender, Work
+from deepstow.benchmarks.harness.work import OURS, PLAIN, Contender, Work
 from deepstow.strategies.core.sizes import human, human_number
 from deepstow.strategies.report.table import table as aligned
 from deepstow.trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.machine.profiles import COMMAND
 from deepstow.trainer.planning.picture import COLOURS, FONT, INK, MARGIN, RED, ROW
 
 UNKNOWN = "n/a"
@@ -38,9 +39,11 @@ def answer(
     theme: str, work: Work, contenders: Sequence[Contender], rounds: int, out: Path, command: str, say: Say
 ) -> ExitCode:
     """Let every contender do the same work in every round, and keep the record in a new folder under ``out``, written
-    after each run: command, commit, hardware, versions, figures. ConfigError if no folder can be made in ``out``.
+    after each run: command, commit, hardware, versions, rates, figures. ConfigError if no folder can be made in
+    ``out``, or the rates that plans need are not measured.
     """
     around = {"command": command, "commit": commit(), **processes.surroundings()}
+    refuse_unmeasured(around, contenders)
     folder = new_folder(out, theme, around["hardware"])
     above, runs, code, text = conditions(work, rounds, around), list[Run](), ExitCode.FINISHED, ""
     say(f"{len(contenders)} contenders; {above}")
@@ -58,6 +61,16 @@ def answer(
     draw(runs, folder / "table.png")
     say(f"\n{text}\nrecord: {folder}")
     return code
+
+
+def refuse_unmeasured(around: Mapping[str, Any], contenders: Sequence[Contender]) -> None:
+    """Raise ConfigError for a contender of ours on a machine, as ``surroundings`` says, whose rates are not measured:
+    its plan would be the first that fits, or one for another machine.
+    """
+    if around["rates"] or all(one.maker != OURS for one in contenders):
+        return
+    why = around["rates_ignored"].partition("; to measure again")[0] or "the rates of this machine are not measured"
+    raise ConfigError(f"{why}, and plans of ours are made from them; measure them first: {COMMAND}")
 
 
 def conditions(work: Work, rounds: int, around: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Work:
     max_grad_norm: float = 1.0
     seed: int = 0
     disk: str = ""  # a folder for state that rests in files
-    host_memory: int | str = "auto"  # of the contender of ours with a disk
+    host_memory: int | str = "auto"  # of contenders of ours
 
     @property
     def shape(self) -> Shape:
@@ -95,25 +95,30 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Who trains: ``maker`` is ``module:class`` in this package, and gets ``options``."""
+    """Who trains: ``maker`` is ``module:class`` in this package, and gets ``options``. Of an accelerator its process
+    may use ``gpu_memory`` bytes, context and libraries included; None: all.
+    """
 
     label: str
     maker: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    gpu_memory: int | None = None
 
 
-PLAIN = "plain"
-BUDGET = Contender("ours-budget", "contenders:Ours", {"site": "auto", "weights": "auto"})
+PLAIN, ALL_RESIDENT = "plain", "ours-resident"
+WHOLE = (PLAIN, ALL_RESIDENT)  # that have all on the device, whatever the budget of the others is
+OURS = "contenders:Ours"
+BUDGET = Contender("ours-budget", OURS, {"site": "auto", "weights": "auto"})
 OFFLOAD: tuple[Contender, ...] = (
     Contender(PLAIN, "contenders:Plain"),
-    Contender("ours-resident", "contenders:Ours", {"site": "device", "weights": "resident"}),
-    Contender("ours-host", "contenders:Ours", {"site": "host", "weights": "resident"}),
-    Contender("ours-streamed", "contenders:Ours", {"site": "host", "weights": "streamed"}),
+    Contender(ALL_RESIDENT, OURS, {"site": "device", "weights": "resident"}),
+    Contender("ours-host", OURS, {"site": "host", "weights": "resident"}),
+    Contender("ours-streamed", OURS, {"site": "host", "weights": "streamed"}),
     BUDGET,  # one row for each --gpu-memory
     Contender("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
     Contender("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
     Contender("superoffload", "peers:DeepSpeed", {"stage": 3, "super_offload": True}),
-    Contender("ours-disk", "contenders:Ours", {"site": "host", "weights": "streamed", "on_disk": True}),
+    Contender("ours-disk", OURS, {"site": "host", "weights": "streamed", "on_disk": True}),
     Contender("zero-infinity", "peers:DeepSpeed", {"stage": 3, "infinity": True}),
     Contender("fsdp2", "peers:Fsdp2"),
     Contender("torchao", "peers:TorchAo"),
@@ -124,10 +129,10 @@ ZERO2: Mapping[str, Any] = {"zero": {"stage": 2}, "site": "host"}
 ZERO3: Mapping[str, Any] = {"zero": {"stage": 3}, "site": "host", "weights": "streamed"}
 OFFLOAD_OVER_RANKS: tuple[Contender, ...] = (
     Contender(PLAIN, "contenders:Plain"),
-    Contender("ours-zero2", "contenders:Ours", {**ZERO2, "gather": "host"}),
-    Contender("ours-zero3", "contenders:Ours", {**ZERO3, "gather": "host"}),
-    Contender("ours-zero2-network", "contenders:Ours", {**ZERO2, "gather": "network"}),
-    Contender("ours-zero3-network", "contenders:Ours", {**ZERO3, "gather": "network"}),
+    Contender("ours-zero2", OURS, {**ZERO2, "gather": "host"}),
+    Contender("ours-zero3", OURS, {**ZERO3, "gather": "host"}),
+    Contender("ours-zero2-network", OURS, {**ZERO2, "gather": "network"}),
+    Contender("ours-zero3-network", OURS, {**ZERO3, "gather": "network"}),
     Contender("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
     Contender("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
     Contender("fsdp2", "peers:Fsdp2"),
@@ -169,13 +174,13 @@ COMPUTE: tuple[Contender, ...] = (
     Contender("plain-repeats", "contenders:Plain", REPEATS),
     Contender("plain-flash", "contenders:Plain", {"attention": "flash_attention_2"}),
     Contender("plain-liger", "contenders:Plain", {"liger": True}),
-    Contender("ours-resident", "contenders:Ours", RESIDENT),
-    Contender("ours-resident-compiled", "contenders:Ours", {**RESIDENT, **BY}),
-    Contender("ours-streamed", "contenders:Ours", STREAMED),
-    Contender("ours-streamed-compiled", "contenders:Ours", {**STREAMED, **BY}),
-    Contender("ours-streamed-varlen", "contenders:Ours", {**STREAMED, **VARLEN}),
-    Contender("ours-streamed-repeats", "contenders:Ours", {**STREAMED, **REPEATS}),
-    Contender("ours-streamed-liger", "contenders:Ours", {**STREAMED, "liger": True}),
+    Contender("ours-resident", OURS, RESIDENT),
+    Contender("ours-resident-compiled", OURS, {**RESIDENT, **BY}),
+    Contender("ours-streamed", OURS, STREAMED),
+    Contender("ours-streamed-compiled", OURS, {**STREAMED, **BY}),
+    Contender("ours-streamed-varlen", OURS, {**STREAMED, **VARLEN}),
+    Contender("ours-streamed-repeats", OURS, {**STREAMED, **REPEATS}),
+    Contender("ours-streamed-liger", OURS, {**STREAMED, "liger": True}),
     Contender("fsdp2", "peers:Fsdp2"),
 )
 
@@ -248,7 +253,8 @@ def work(
 def contenders(
     names: Sequence[str], budgets: Sequence[str] = (), theme: Sequence[Contender] = OFFLOAD
 ) -> list[Contender]:
-    """The contenders of a theme by name (all if none is named), with one ``ours-budget`` for each of ``budgets``.
+    """The contenders of a theme by name (all if none is named), with one ``ours-budget`` for each of ``budgets``. The
+    largest of these is what the others may use of an accelerator, but for those of ``WHOLE``.
 
     Raises:
         ConfigError: if there is no such contender, or ours-budget is named without a budget.
@@ -256,13 +262,13 @@ def contenders(
     known = {one.label: one for one in theme}
     if BUDGET.label in names and not budgets:
         raise ConfigError(f"--subjects {BUDGET.label}: needs --gpu-memory, for example --gpu-memory 16GiB")
+    sizes = {text.strip(): memory("--gpu-memory", text) for text in budgets}
     found: dict[str, Contender] = {}
     for name in names or known:
         one = known[choice("--subjects", name, known)]
         if one is not BUDGET:
-            found[name] = one
-        for text in budgets if one is BUDGET else ():
-            label = f"{BUDGET.label} {text.strip()}"
-            options = {**BUDGET.options, "gpu_memory": memory("--gpu-memory", text)}
-            found[label] = Contender(label, BUDGET.maker, options)
+            found[name] = one if name in WHOLE else replace(one, gpu_memory=max(sizes.values(), default=None))
+        for text, size in sizes.items() if one is BUDGET else ():
+            label = f"{BUDGET.label} {text}"
+            found[label] = Contender(label, OURS, {**BUDGET.options, "gpu_memory": size}, size)
     return list(found.values())

@@ -12,9 +12,13 @@ from deepstow.strategies.core.sizes import AUTO, SHARE, parse_bytes
 
 
 def device_budget(machine: MachineFacts, value: str | float = AUTO) -> int:
-    """Bytes of the device that may be used; without an accelerator, auto means all of the memory."""
+    """Bytes of the device that tensors may use; without an accelerator, auto means all of the memory. Auto and shares
+    are of the whole device, whose context and libraries are in what is left over, or taken off.
+    """
     if value == AUTO and not machine.has_accelerator:
         return machine.device_bytes
+    if isinstance(value, float) or value == AUTO:
+        return min(machine.device_bytes, _bytes(value, machine.device_bytes + machine.beside_device_bytes))
     return _bytes(value, machine.device_bytes)
 
 

@@ -22,8 +22,11 @@ from deepstow.benchmarks.harness import work
 from deepstow.benchmarks.harness.work import Contender
 from deepstow.launch import bench
 from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.distributed.deepspeed_ops import cache_folder
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.machine import profiles
+from deepstow.trainer.machine.probe import probe
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,7 +93,7 @@ def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
 
     maker.close = train_on_and_close
     try:
-        return {**child.run(todo, contender.maker, contender.options), "after": after["losses"]}
+        return {**child.run(todo, contender), "after": after["losses"]}
     except Unavailable as error:
         return {"failed": child.reason(error)}
     finally:
@@ -166,11 +169,18 @@ def test_a_contender(num_ranks: int, theme: str, contender: Contender) -> None:
         assert run["after"] == pytest.approx(plain["after"], rel=tolerance, abs=0)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    """One contender in a fresh process, measured."""
-    words = f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 --subjects ours-streamed --out {tmp_path}"
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One contender in a fresh process, measured; with rates, of which only the origin matters here."""
+    found = profiles.profile("h100-pcie5").rates
+    assert found is not None
+    stored = profiles.StoredRates(replace(found, origin="measured"), key=profiles.key_of(probe()))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(cache_folder()))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    profiles.save(profiles.stored_at(), stored)
+    out = tmp_path / "records"
+    words = f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 --subjects ours-streamed --out {out}"
     assert bench.main(words.split()) == 0
-    (folder,) = tmp_path.iterdir()
+    (folder,) = out.iterdir()
     told = json.loads((folder / "record.json").read_text())
     assert told["versions"]["torch"] and told["hardware"]["usable_cores"]
     (only,) = told["runs"]

@@ -24,6 +24,10 @@ BERT: Mapping[str, Any] = {
     "model_type": "bert", "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 64,
 }  # fmt: skip
+WIDE: Mapping[str, Any] = {  # blocks of a 1.3 B model, for GPUs (benchmarks/gpu_engine.py)
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16,
+    "num_hidden_layers": LAYERS, "vocab_size": VOCAB,
+}  # fmt: skip
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": LAYERS},
     "bloom": {"n_layer": LAYERS},
@@ -60,6 +64,8 @@ def on(device: torch.device | str, model: nn.Module) -> nn.Module:
 def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+    if kind == "wide":
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE), dtype=dtype)
     given = {**(BERT if kind == "bert" else MODELS["llama" if kind == "words" else kind]), "vocab_size": VOCAB}
     given |= {"vocab_size": WORDS} if kind == "words" else {}
     given |= {} if "n_layer" in given else {"num_hidden_layers": LAYERS}
@@ -91,7 +97,7 @@ def tokens(kind: str, count: int) -> list[dict[str, Tensor]]:
     if kind in ODD:
         return odd_batches(count)
     generator = torch.Generator().manual_seed(1)
-    shape = {"mixtral": (1, 3), "experts": (1, 3)}.get(kind, (2, 8))
+    shape = {"mixtral": (1, 3), "experts": (1, 3), "wide": (1, 256)}.get(kind, (2, 8))
     ids = [torch.randint(2, VOCAB, shape, generator=generator) for _ in range(count)]
     return [{"input_ids": one, "labels": one} for one in ids]
 

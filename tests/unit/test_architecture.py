@@ -49,6 +49,7 @@ OWNERS = {
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "sort", "update"}
 # Who may look at the environment, and why.
 ENVIRONMENT = {
+    "strategies/engine/memory/accelerator.py": "torch's allocator reads its settings from it, and the user's stay",
     "trainer/distributed/ranks.py": "launchers describe the job there, and libraries read their settings from it",
     "trainer/errors.py": "torch's launcher names there the file whose text it shows last",
     "trainer/distributed/spawn.py": "is the launcher of its own ranks",

@@ -3,7 +3,7 @@
 import io
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from deepstow.benchmarks.harness import child, processes, record, work
 from deepstow.benchmarks.harness.work import MODELS, Contender, Work
 from deepstow.launch import bench
 from deepstow.trainer.errors import ConfigError, ExitCode
+from deepstow.trainer.machine.profiles import profile
 
 
 def run(label: str, number: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
@@ -92,6 +93,35 @@ def test_one_row_for_each_budget() -> None:
     assert "ours-budget" not in [contender.label for contender in work.contenders([])]
 
 
+def test_peers_have_the_largest_budget_and_plain_has_all() -> None:
+    found = work.contenders(["plain", "ours-resident", "ours-budget", "fsdp2"], ["2GiB", "1GiB"])
+    assert [each.gpu_memory for each in found] == [None, None, 2 << 30, 1 << 30, 2 << 30]
+
+
+@pytest.mark.parametrize(
+    ("rates", "ignored", "told"),
+    [
+        ("", "", "the rates of this machine are not measured, and plans"),
+        ("", "x.json is ignored: old; to measure again: y", "x.json is ignored: old, and plans"),
+    ],
+)
+def test_plans_without_measured_rates_are_not_compared(rates: str, ignored: str, told: str) -> None:
+    ours, around = work.contenders(["plain", "ours-host"]), {"rates": rates, "rates_ignored": ignored}
+    with pytest.raises(ConfigError, match=rf"^{told} of ours .*: python launch/doctor.py --rates$"):
+        record.refuse_unmeasured(around, ours)
+    record.refuse_unmeasured(around, ours[:1])
+    record.refuse_unmeasured(around | {"rates": "some"}, ours)
+
+
+def test_rates_of_a_named_profile_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = profile("h100-pcie5")
+    monkeypatch.setattr(child, "probe", lambda: machine)
+    assert child.surroundings()["rates"] == ""
+    measured = replace(machine, rates=machine.rates and replace(machine.rates, origin="measured"))
+    monkeypatch.setattr(child, "probe", lambda: measured)
+    assert child.surroundings()["rates"].startswith("fp32 ")
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +192,7 @@ def test_contenders_take_turns_and_an_interrupted_bench_keeps_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
-    around = {"hardware": hardware, "versions": {"torch": "1", "deepspeed": "2"}}
+    around = {"hardware": hardware, "versions": {"torch": "1", "deepspeed": "2"}, "rates": "some", "rates_ignored": ""}
     answer = {"tokens_per_s": 10.0, "host_peak_bytes": 1 << 30, "loss": 5.0, "notes": [], "others_share": 0.0}
     child = mock.Mock(side_effect=[around, *[answer] * 3, KeyboardInterrupt])
     monkeypatch.setattr(processes, "child", child)

@@ -1,4 +1,4 @@
-"""The driver of the checks on a GPU: limits hold, results are there at once, nothing runs twice."""
+"""The campaign on a GPU: limits hold, results are there at once, nothing runs twice, bars are computed right."""
 
 import json
 import tarfile
@@ -9,23 +9,30 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from deepstow.benchmarks import gpu_check
-from deepstow.benchmarks.gpu_check import Step
+from deepstow.benchmarks import gpu_bars, gpu_check, gpu_engine, gpu_measure
+from deepstow.benchmarks.gpu_check import Call, Step
 from deepstow.launch import bench
+from deepstow.strategies.core.facts import Rates
+from deepstow.trainer.machine import profiles
+from deepstow.trainer.machine.probe import probe
+from tests.helpers.grid import FP32
+from tests.helpers.models import build
 
-SAYS = "print('{\"case\": 1}', flush=True); print('words'); "
+SAYS = "print('{\"case\": 1}', flush=True); print('{no JSON'); print('words'); "
 HANGS = (
     "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print('{\"pid\": %d}' % p.pid, flush=True); "
 )
 
 
-def part(real: bool, out: Path) -> Iterator[Step]:
+def part(call: Call) -> Iterator[Step]:
     yield Step("good", 20, ("-c", SAYS))
     yield Step("fails", 20, ("-c", SAYS + "raise SystemExit(3)"))
     yield Step("hangs", 2, ("-c", HANGS + "time.sleep(600)"))
-    yield Step("large", 20, ("-c", f"open({str(out / 'large.bin')!r}, 'wb').write(bytes(3 << 20))"))
+    yield Step("large", 20, ("-c", f"open({str(call.out / 'large.bin')!r}, 'wb').write(bytes(3 << 20))"))
     yield Step("too long", 4000, ("-c", "raise SystemExit('never')"))
+    yield Step("prepares", 20, ("-c", SAYS), always=True, beside=True)
 
 
 @pytest.fixture
@@ -48,13 +55,15 @@ def test_limits_results_and_what_is_left(driven: None, tmp_path: Path, capsys: p
         ("fails", {"case": 1}),
     ]
     ends = {row["step"]: row["rc"] for row in rows if "rc" in row}
-    assert ends.pop("hangs") < 0 and ends == {"good": 0, "fails": 3, "large": 0}
+    assert ends.pop("hangs") < 0 and ends == {"good": 0, "fails": 3, "large": 0, "prepares": 0}
     child = next(row["found"]["pid"] for row in rows if row.get("found", {}).get("pid"))
     gone = not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert gone, "what a step started is gone with it"
     assert "Fatal Python error: Aborted" in (tmp_path / "some" / "hangs.txt").read_text(), "where it was"
     told = capsys.readouterr().out
-    assert "not run, no time left: too long" in told and "exit    3" in told
+    assert "not run, no time left: too long" in told
+    table = {line.split("  ")[1]: line for line in told.splitlines() if line.startswith("some  ")}
+    assert "not finished after 2 s" in table["hangs"] and "left out: no time for it" in table["too long"]
     with tarfile.open(tmp_path / "gpu-some.tar.gz") as tar:
         names = tar.getnames()
     assert "some/hangs.txt" in names and "some/large.bin" not in names
@@ -63,19 +72,114 @@ def test_limits_results_and_what_is_left(driven: None, tmp_path: Path, capsys: p
 
 def test_what_is_recorded_is_not_run_again(driven: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = tmp_path / "known.jsonl"
-    rows = [{"part": "some", "step": step, "rc": 0} for step in ("good", "hangs", "large", "too long")]
+    end = {"part": "some", "rc": 0, "seconds": 1.0, "limit_s": 20.0, "last": ""}
+    rows = [{**end, "step": step} for step in ("good", "hangs", "large", "too long")]
     known.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert gpu_check.main(["some", "--out", str(tmp_path / "out"), "--known", str(known)]) == 1
-    assert [row["step"] for row in lines(tmp_path / "out") if "rc" in row] == ["fails"]
+    assert {row["step"] for row in lines(tmp_path / "out") if "rc" in row} == {"fails", "prepares"}
     assert "good: recorded already" in capsys.readouterr().out
+    known.unlink()
+    gpu_check.main(["some", "--out", str(tmp_path / "out"), "--known", str(known), "--seconds", "30"])
+    again = [row["step"] for row in lines(tmp_path / "out") if "rc" in row]
+    assert again.count("prepares") == 2 and again.count("good") == 1, "what this folder has is known, too"
 
 
 @pytest.mark.parametrize("real", [True, False])
-def test_commands_of_the_bench_are_accepted(real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_accepted_and_fit_into_nine_minutes(
+    real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mistyped option would be found only after the GPU has been waited for."""
     monkeypatch.setattr(bench, "settle_environment", lambda *given: None)
     monkeypatch.setattr(bench.record, "answer", lambda *given: 0)
-    steps = [step for steps in gpu_check.PARTS.values() for step in steps(real, Path("out"))]
-    commands = [step.command[1:] for step in steps if step.command[0] == "launch/bench.py"]
-    assert {command[0] for command in commands} == {"offload", "linear", "recompute", "compute"}
-    assert [command for command in commands if bench.main(command)] == []
+    commands = []
+    for steps in gpu_check.PARTS.values():
+        found = list(steps(Call(real, tmp_path, (tmp_path / "results.jsonl",))))
+        assert sum(step.limit_s for step in found if not step.beside) <= 600, "most take less than their limits"
+        assert len({step.name for step in found}) == len(found)
+        commands += [step.command for step in found]
+    benched = [command[1:] for command in commands if command[0] == "launch/bench.py"]
+    assert {command[0] for command in benched} == {"linear", "recompute", "compute"}
+    assert [command for command in benched if bench.main(command)] == []
+    measured = [command[2:] for command in commands if command[1] == "deepstow.benchmarks.gpu_measure"]
+    for command in measured:
+        given = gpu_measure.parser().parse_args(command)
+        assert not given.model or gpu_measure.work.contenders([given.subject], [given.gpu_memory])
+    assert len(measured) > 20
+
+
+def test_cases_at_a_real_width_have_all_that_a_case_of_the_grid_has() -> None:
+    row, _ = gpu_engine.wide(1)[0]
+    assert set(next(iter(FP32.rows()))) - set(row) == {"transfer"}, "which is given"
+    with torch.device("meta"):
+        assert build("wide").config.hidden_size == 2048
+
+
+# --- rates ---------------------------------------------------------------------------------------------------------
+
+
+def test_rates_of_an_earlier_call_are_put_back_if_they_are_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, path = gpu_rates(), tmp_path / "home.json"
+    monkeypatch.setattr(profiles, "stored_at", lambda: path)
+    here = profiles.key_of(probe())
+    stored = [profiles.StoredRates(rates, date, key=key) for date, key in (("1", here), ("2", here | {"cores": 999}))]
+    files = [{"found": {"rates_file": profiles.FILE.dump_python(each, mode="json")}} for each in stored]
+    known = tmp_path / "results.jsonl"
+    known.write_text("".join(json.dumps({"part": "1", "step": "rates", **each}) + "\n" for each in files))
+    assert gpu_measure.settled_rates([tmp_path / "none", known], quick=True)["origin"] == "put back"
+    assert profiles.known_rates(probe()).date == "1"
+    assert gpu_measure.settled_rates([known], quick=True)["origin"] == "stored here"
+
+
+def gpu_rates() -> Rates:
+    """Of no machine."""
+    found = profiles.profile("h100-pcie5").rates
+    assert found is not None
+    return found
+
+
+# --- bars ----------------------------------------------------------------------------------------------------------
+
+
+def ran(seconds: float, **settings: float) -> dict[str, Any]:
+    """What two steps of a contender leave."""
+    told = {"tokens_per_s": 8192 / seconds, "measured_s": 2 * seconds, "step_s": [0.0, 0.0], "settings": settings}
+    return told | {"gpu_memory": 100, "reserved_peak_bytes": 90, "context_bytes": 12}
+
+
+def test_bars() -> None:
+    found = {
+        "8k, ours-budget": ran(2.0, bound_s=1.6, predicted_step_s=1.8),
+        "8k, superoffload": ran(2.5),
+        "16k, ours-budget": ran(4.0, bound_s=1.0, predicted_step_s=3.2) | {"context_bytes": 10},
+        "16k, plain": ran(3.9),
+    }
+    bars = {bar.name: (bar.value and round(bar.value, 3), bar.holds) for bar in gpu_bars.bars(found)}
+    assert bars == {
+        "8k: the bound over our step": (0.8, True),
+        "8k: tokens/s over SuperOffload's": (1.25, False),
+        "8k: tokens/s over ZeRO-2 offload's": (None, None),
+        "16k: tokens/s over plain's, both recomputing": (0.975, True),
+        "8k, ours-budget: predicted over measured step": (0.9, True),
+        "8k, ours-budget: device memory over the budget": (1.02, False),
+        "16k, ours-budget: predicted over measured step": (0.8, False),
+        "16k, ours-budget: device memory over the budget": (1.0, True),
+    }
+
+
+def test_the_summary_explains_what_has_no_figure() -> None:
+    """The newest result of each step; one that cannot run, and one that was killed at its limit."""
+    end = {"part": "2", "seconds": 9.0, "limit_s": 120.0, "last": "words"}
+    old, new = ({"part": "2", "step": "8k, plain", "found": ran(seconds)} for seconds in (9.0, 1.0))
+    rows = [
+        old,
+        new,
+        end | {"step": "8k, plain", "rc": 0},
+        {"part": "2", "step": "8k, superoffload", "found": {"failed": "needs a CUDA GPU"}},
+        end | {"step": "8k, superoffload", "rc": 0},
+        end | {"step": "8k, deepspeed-zero2", "rc": -6, "seconds": 121.0},
+    ]
+    told = gpu_bars.summary(rows, [("2", "8k, ours-budget"), ("2", "8k, plain")])
+    assert "8,192 tokens/s, 1.000 s a step" in told and "failed: needs a CUDA GPU" in told
+    assert "not finished after 120 s" in told and told.count("left out") == 1

@@ -89,7 +89,9 @@ def test_the_line_of_the_key(write: Callable[..., Path], capsys: pytest.CaptureF
 def test_more_than_the_card_has(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     """No plan before the refusal. Without an accelerator the budget may be larger than the memory."""
     path = write("  offload: {gpu_memory: 100GiB}")
-    expected = 'strategies.offload.gpu_memory = "100GiB": more than the device has, 23.6 GiB; write auto, for 0.9 of it'
+    expected = (
+        'strategies.offload.gpu_memory = "100GiB": more than tensors can have of the device, 22.6 GiB; write auto'
+    )
     assert plan_command.main(["--config", str(path), "--profile", "rtx4090-pcie4"]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.splitlines()[0]) == ("", f"{path}:8: {expected}")

@@ -32,6 +32,7 @@ from deepstow.strategies.core.facts import (
 from deepstow.strategies.core.linears import Linear
 from deepstow.strategies.core.optimizers import moments_of
 from deepstow.strategies.core.protocol import Axis, Phase, Refusal, Requirement
+from deepstow.strategies.core.sizes import BESIDE_BYTES
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.machine.profiles import known_rates
 from deepstow.trainer.model import attention, config_keys, hub, loss_terms, pruned
@@ -183,8 +184,11 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     here: dict[str, Any] = {"ranks": local_world_size}
     if machine.origin == "probed":
         here["in_order"] = platform.machine() in IN_ORDER
-    device = host - runtime if machine.device_kind == "cpu" else machine.device_total_bytes
-    return MachineFacts(machine.name, device, host, runtime, rates, **here)
+    if machine.device_kind == "cpu":
+        return MachineFacts(machine.name, host - runtime, host, runtime, rates, **here)
+    beside = BESIDE_BYTES.get(machine.device_kind, 0)
+    device = max(0, machine.device_total_bytes - beside)
+    return MachineFacts(machine.name, device, host, runtime, rates, **here, beside_device_bytes=beside)
 
 
 def asked(count: ModelCount, config: RunConfig) -> ModelCount:

@@ -153,6 +153,8 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
         with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
             if watchdog is not None:
                 watchdog.ended = stop.ended
+            if not on_cpu and (device := accelerator.current()) is not None:
+                accelerator.row_of(device).expand_segments(device)
             return _guarded(config, ranks, stop, watchdog)
     except torch.distributed.DistError as error:
         write_line(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", sys.stderr)

@@ -8,12 +8,16 @@ wait. Apple's ``mps`` has no streams; it is ignored, and training runs on the CP
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from deepstow.strategies.core.sizes import CONTEXT_BYTES
+
 WITHOUT_STREAMS = {"mps"}
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch's own
 
 
 class Driver:
@@ -42,16 +46,47 @@ def _clear_last_error() -> None:
         torch.zeros(1, device="cuda")
 
 
+def _expand_segments(device: torch.device) -> None:
+    """Let torch's allocator lengthen its segments, so that rows of different length leave no gaps that nothing fits."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is None or torch.version.hip or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        return
+    change("expandable_segments:True")
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError:  # the driver has no virtual memory
+        change("expandable_segments:False")
+
+
+def _limit(device: torch.device, num_bytes: int) -> None:
+    """Torch's allocator gets ``num_bytes`` less what this process has outside of it, or will have."""
+    free, total = torch.accelerator.get_memory_info(device)
+    outside = total - free - torch.accelerator.memory_reserved(device)
+    allowed = max(0, num_bytes - max(outside, CONTEXT_BYTES))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+
+
+def _nothing(*given: object) -> None:
+    """For devices of which torch's allocator has no such setting."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One kind of device."""
 
     driver: Driver | None = None  # None: torch exposes no call that registers host memory
     software: Callable[[], str] = lambda: ""  # the name and version of what the device runs on
+    expand_segments: Callable[[torch.device], None] = _nothing  # of torch's allocator; not where the user has set it
+    limit: Callable[[torch.device, int], None] = _nothing  # the bytes of a device that this process may use in all
 
 
 TABLE: dict[str, Row] = {
-    "cuda": Row(Driver(), lambda: f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"),
+    "cuda": Row(
+        Driver(),
+        lambda: f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        _expand_segments,
+        _limit,
+    ),
     "xpu": Row(software=lambda: f"XPU {torch.version.xpu}"),
 }
 
