@@ -194,6 +194,7 @@ class RunFacts(ModelNumbers):
     max_grad_norm: float
     precision: Precision
     world_size: int
+    autocast: Precision | None = None  # in which operators compute, where weights and gradients stay in ``precision``
     moments: int = 2  # fp32 numbers of optimizer state per trainable parameter; Adam keeps two
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
@@ -220,6 +221,11 @@ class RunFacts(ModelNumbers):
         if not self.written:
             return ""
         return f"the model's forward writes to {self.written[0]}, whose copy the next update goes on from; leave it out"
+
+    @property
+    def computes_in(self) -> Precision:
+        """The number format of matrix products."""
+        return self.autocast or self.precision
 
     @property
     def grid(self) -> Grid:
@@ -256,6 +262,7 @@ class Rates:
 
     gemm_fp32_flops_per_s: float  # of a matrix product on the device, without TF32
     gemm_bf16_flops_per_s: float | None  # None: the device has no such units
+    gemm_fp16_flops_per_s: float | None = None  # None: as in bf16, which all but cards without bf16's units reach
     up_bytes_per_s: float  # the link alone, for large copies of pinned memory
     down_bytes_per_s: float
     duplex_factor: float  # share of either direction's rate while both run; 1.0: they do not disturb each other
@@ -303,9 +310,11 @@ class Rates:
         return self.net_bytes_per_s or 1 / (1 / self.up_bytes_per_s + 1 / self.down_bytes_per_s)
 
     def gemm_flops(self, precision: Precision) -> float:
-        """Flop/s of a matrix product. fp16 is assumed to be as fast as bf16. Without that, the fp32 rate is used."""
-        half = self.gemm_bf16_flops_per_s
-        return self.gemm_fp32_flops_per_s if precision is Precision.FP32 or half is None else half
+        """Flop/s of a matrix product; where no rate is known for a format, that of fp32."""
+        half = None if precision is Precision.FP32 else self.gemm_bf16_flops_per_s
+        if precision is Precision.FP16:
+            half = self.gemm_fp16_flops_per_s or half
+        return half or self.gemm_fp32_flops_per_s
 
     def seconds(self, work: Work, precision: Precision) -> float:
         return work.flops / self.gemm_flops(precision) + work.touched_bytes / self.device_bytes_per_s

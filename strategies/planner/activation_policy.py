@@ -34,7 +34,7 @@ GPU_PROPORTION, CPU_PROPORTION = 100, 5  # floating-point operations in the time
 
 def work_seconds(facts: Facts) -> Callable[[Work], float]:
     """Seconds of work on the device; with unknown rates only proportional to them."""
-    machine, precision = facts.machine, facts.run.precision
+    machine, precision = facts.machine, facts.run.computes_in
     rates, proportion = machine.rates, GPU_PROPORTION if machine.has_accelerator else CPU_PROPORTION
     if rates is not None:
         return lambda work: rates.seconds(work, precision)

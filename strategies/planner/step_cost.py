@@ -198,8 +198,8 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
     there, back, repeated = (count * once_summed for count in run.sums)
     found = []
     for unit, flops, saved in zip(facts.units, unit_flops(facts), frozen_flops(facts), strict=True):
-        once = flops / rates.gemm_flops(facts.run.precision)
-        twice = 2 * once - saved / rates.gemm_flops(facts.run.precision)
+        once = flops / rates.gemm_flops(run.computes_in)
+        twice = 2 * once - saved / rates.gemm_flops(run.computes_in)
         if unit.kind is UnitKind.BLOCK:
             once, twice = once + one + there, twice + one + back
             if once_summed and run.recomputes:
@@ -210,7 +210,7 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
         once, twice = max(once, launched), max(twice, again)
         forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
         whole = forward if run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
-        found.append((forward, backward + whole + rates.seconds(unit.again, facts.run.precision)))
+        found.append((forward, backward + whole + rates.seconds(unit.again, run.computes_in)))
     return found
 
 

@@ -88,7 +88,7 @@ def launch_lines(plan: Plan) -> Iterator[str]:
     if rates is None or facts.unit_times is not None:
         return
     for unit, flops in zip(facts.units, unit_flops(facts), strict=True):
-        launched, computed = launch_seconds(facts, unit, rates)[0], flops / rates.gemm_flops(facts.run.precision)
+        launched, computed = launch_seconds(facts, unit, rates)[0], flops / rates.gemm_flops(facts.run.computes_in)
         if unit.kind is UnitKind.BLOCK and launched > computed:
             yield (
                 f"{unit.launches} operators of {unit.name}: launched in {launched * 1e3:.3g} ms, computed in "
@@ -176,7 +176,7 @@ def recompute_rows(plan: Plan) -> list[dict[str, Any]]:
 def _row(plan: Plan, name: str, before: int, options: Sequence[KeepOption | Keep]) -> dict[str, Any]:
     run, rates = plan.facts.run, plan.facts.machine.rates
     kept = sum(option.saved_bytes for option in options)
-    seconds = [rates.seconds(option.again, run.precision) for option in options] if rates else None
+    seconds = [rates.seconds(option.again, run.computes_in) for option in options] if rates else None
     return {
         "policy": name,
         "blocks": sum(option.policy != NONE for option in options),

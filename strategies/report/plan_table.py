@@ -75,10 +75,11 @@ def title(plan: Plan) -> str:
     """Model, precision, ranks, machine and tokens on one line."""
     run, machine = plan.facts.run, plan.facts.machine
     whole = f" on each rank, of {run.model_params / 1e6:,.1f} M" if run.model_params else ""
+    computes = f" (autocast to {run.autocast.value})" if run.autocast else ""
     return (
         f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters{whole}, "
         f"{plan.facts.num_trainable / 1e6:,.1f} M trainable, "
-        f"{run.precision.value}, {run.grid.words} on {machine.name}, "
+        f"{run.precision.value}{computes}, {run.grid.words} on {machine.name}, "
         f"{run.tokens_per_step:,} tokens per optimizer step"
     )
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from deepstow.launch.plan import main
-from deepstow.trainer.config.sections import DistillSection
+from deepstow.trainer.config.sections import DistillSection, RunConfig
 from deepstow.trainer.model.count_cache import cached, name_of
-from deepstow.trainer.planning.facts import ModelCount, asked, count_model, products_again
+from deepstow.trainer.planning.facts import ModelCount, asked, count_model, products_again, run_facts
 from tests.helpers.tiny import LLAMA, run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,13 +62,21 @@ def test_what_a_teacher_is_asked_is_in_the_name() -> None:
     assert len({name_of(run_config().model_copy(update={"distill": each})) for each in asked}) == 3
 
 
+def again(config: RunConfig) -> bool:
+    return products_again(run_facts(config, 1), config.strategies)
+
+
+def lists(count: ModelCount, config: RunConfig) -> ModelCount:
+    return asked(count, run_facts(config, 1), config.strategies)
+
+
 def test_products_are_taken_again_where_all_of_a_block_is() -> None:
     full = {"recompute": {"policy": "full"}}
-    assert products_again(run_config(strategies=full)) and products_again(run_config(gradient_checkpointing=True))
+    assert again(run_config(strategies=full)) and again(run_config(gradient_checkpointing=True))
     for other in ({"policy": "selective"}, {"policy": "full", "every": 2}, {"policy": "auto"}):
-        assert not products_again(run_config(strategies={"recompute": other}))
+        assert not again(run_config(strategies={"recompute": other}))
     known = run_config(strategies={"linear": {}, **full})
-    linears = asked(count_model(known), known).linears
+    linears = lists(count_model(known), known).linears
     assert linears and {layer.recomputed for layer in linears if layer.unit.startswith("model.layers")} == {True}
 
 
@@ -79,8 +87,8 @@ def test_strategies_that_only_ask_for_more_lists_share_a_count() -> None:
     assert name_of(plain) == name_of(asking)
     whole = count_model(plain)
     assert whole == count_model(asking) and whole.linears and whole.params
-    assert asked(whole, asking).linears == whole.linears
-    assert asked(whole, plain).linears == asked(whole, plain).params == ()
+    assert lists(whole, asking).linears == whole.linears
+    assert lists(whole, plain).linears == lists(whole, plain).params == ()
 
 
 def test_a_folder_is_known_by_its_config(tmp_path: Path) -> None:

@@ -106,10 +106,13 @@ def test_cards_are_told_apart() -> None:
         ("NVIDIA H100 PCIe", 756e12, 756e12),
         ("NVIDIA A100-SXM4-40GB", 312e12, 312e12),
         ("Tesla V100-SXM2-16GB", None, 125e12),
+        ("NVIDIA A10", 125e12, 125e12),
+        ("NVIDIA A10G", 70e12, 70e12),
+        ("AMD Instinct MI300X VF", 1307.4e12, 1307.4e12),
     ):
         peak = probe.peak_flops(name)
         assert (peak.get("bf16"), peak.get("fp16")) == (bf16, fp16), name
-    for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu", ""):
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4080 SUPER", "cpu", ""):
         assert probe.peak_flops(name) == {}, name
 
 
@@ -126,3 +129,11 @@ def test_unknown_profile_lists_all_and_names_the_nearest() -> None:
     line = error.value.lines[0]
     assert "'H100-pcie4'" in line and "did you mean 'h100-pcie5'?" in line
     assert all(name in line for name in profiles.PROFILES)
+
+
+def test_a_profile_is_named_by_what_it_alone_begins_with() -> None:
+    for short, whole in (("h200-sxm", "h200-sxm-pcie5"), ("a10", "a10-pcie4"), ("t4", "t4-pcie3")):
+        assert profiles.profile(short) is profiles.PROFILES[whole]
+    for several in ("a100-80g", "h100", ""):
+        with pytest.raises(ConfigError, match="unknown machine profile"):
+            profiles.profile(several)

@@ -81,7 +81,8 @@ def test_rates_by_precision() -> None:
     known = some_rates()
     assert [known.gemm_flops(each) for each in Precision] == [50e12, 600e12, 600e12]
     assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 5e9]
-    assert some_rates(gemm_bf16_flops_per_s=None).gemm_flops(Precision.BF16) == 50e12
+    without = some_rates(gemm_bf16_flops_per_s=None, gemm_fp16_flops_per_s=300e12)
+    assert [without.gemm_flops(each) for each in Precision] == [50e12, 50e12, 300e12]
 
 
 def test_rates_that_cannot_be() -> None:
@@ -168,6 +169,23 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 
 
+def test_a_card_of_this_machine_is_known_by_the_names_that_torch_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "stored_at", lambda: tmp_path / "none.json")
+    here = replace(probe(), device_kind="cuda", device_total_bytes=GIB)
+    for name, named in {
+        "NVIDIA H200": "h200-sxm-pcie5", "NVIDIA B200": "b200-pcie5", "NVIDIA L40S": "l40s-pcie4",
+        "AMD Instinct MI300X": "mi300x-pcie5", "AMD Instinct MI300X OAM": "mi300x-pcie5", "Tesla T4": "t4-pcie3",
+        "NVIDIA T4": "t4-pcie3", "NVIDIA A10": "a10-pcie4", "NVIDIA A10G": "a10g-pcie4",
+        "NVIDIA RTX A6000": "a6000-pcie4", "NVIDIA GeForce RTX 4080": "rtx4080-pcie4",
+        "NVIDIA GeForce RTX 3060": "rtx3060-pcie4",
+    }.items():  # fmt: skip
+        assert profiles.known_rates(replace(here, name=name)).rates == profiles.PROFILES[named].rates
+    for other in ("NVIDIA H200 NVL", "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA RTX 6000 Ada Generation"):
+        assert profiles.known_rates(replace(here, name=other)).rates is None
+
+
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
 def test_named_cards_are_complete_and_possible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "stored_at", lambda: pytest.fail("what was measured here does not count"))
@@ -175,7 +193,8 @@ def test_named_cards_are_complete_and_possible(name: str, monkeypatch: pytest.Mo
     known, peak = profiles.known_rates(card).rates, card.peak_flops
     assert card.origin == "profile" and 0 < card.device_total_bytes < card.host_available_bytes
     assert known is not None and known.origin == "profile"
-    assert 0.4 * peak["bf16"] < known.gemm_flops(Precision.BF16) < peak["bf16"]
+    half = Precision.BF16 if "bf16" in peak else Precision.FP16
+    assert 0.39 * peak[half.value] < known.gemm_flops(half) < peak[half.value]
     assert 0.4 * peak["fp32"] < known.gemm_flops(Precision.FP32) < peak["fp32"]
     assert 0.5 <= known.duplex_factor < 1 and 0 < known.link_latency_s < 1e-4
     for precision in Precision:

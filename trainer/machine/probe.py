@@ -61,14 +61,19 @@ PEAKS: tuple[tuple[str, PeakFlops], ...] = (
     (r"NVIDIA H100 NVL", _peak(835.5, 60)),  # H100 data sheet, NVL: 1,671 sparse
     (r"(NVIDIA )?A100.*", _peak(312, 19.5)),  # A100 data sheet: 312 dense, PCIe and SXM, 40 and 80 GB
     (r"NVIDIA A10", _peak(125, 31.2)),  # A10 data sheet: 125 dense
+    (r"NVIDIA A10G", _peak(70, 35)),  # A10G data sheet (of AWS): 70 dense, 140 sparse
+    (r"NVIDIA RTX A6000", _peak(154.8, 38.7)),  # RTX A6000 data sheet: 309.7 sparse
     (r"NVIDIA L40S", _peak(362, 91.6)),  # L40S data sheet: 362.05 dense
     (r"NVIDIA L4", _peak(121, 30.3)),  # L4 data sheet: 242 sparse
     (r"NVIDIA GeForce RTX 5090", _peak(209.5, 104.8)),  # RTX Blackwell whitepaper: fp32 accumulate, dense
     (r"NVIDIA GeForce RTX 4090", _peak(165.2, 82.6)),  # Ada whitepaper: fp32 accumulate, dense
+    (r"NVIDIA GeForce RTX 4080", _peak(97.5, 48.7)),  # Ada whitepaper: fp32 accumulate, dense
     (r"NVIDIA GeForce RTX 3090", _peak(71, 35.6)),  # GA102 whitepaper: fp32 accumulate, dense
+    (r"NVIDIA GeForce RTX 3060", _peak(25.5, 12.7)),  # data sheet: fp32; bf16 twice that, as in the GA102 whitepaper
     (r"(NVIDIA |Tesla )+V100-SXM2.*", _peak(None, 15.7, fp16=125)),  # V100 data sheet, SXM2; no bf16 units
     (r"(NVIDIA |Tesla )+V100-PCIE.*", _peak(None, 14, fp16=112)),  # V100 data sheet, PCIe; no bf16 units
     (r"(NVIDIA |Tesla )*T4", _peak(None, 8.1, fp16=65)),  # T4 data sheet; no bf16 units
+    (r"AMD Instinct MI300X( OAM| VF)?", _peak(1307.4, 163.4)),  # MI300X data sheet: 1,307.4 dense
 )
 
 

@@ -6,30 +6,35 @@ with another machine's rates looks right but is wrong.
 
 Sources of the named cards' rates. Whatever is not marked as published is an assumption; measuring replaces all of it.
 
-    GEMM     peak of the data sheet times an efficiency. bf16: 0.80 for H100 SXM, 0.81 for A100 PCIe (published:
-             highest matmul rates of S. Bekman, "Machine Learning Engineering", compute/accelerator), which is taken
-             for A100 SXM, too; 0.94 for RTX 4090
-             (published: LoHan's evaluation_data.md, 13 B at 156 of 165 Tflop/s), assumed for the other GeForce cards;
-             0.70 assumed for H100 PCIe and 0.50 for L4, which meet their power limit first. fp32: 0.80 assumed.
-    Memory   data sheet times 0.85, assumed.
+    GEMM     peak of the data sheet times an efficiency. bf16: 0.80 for H100 SXM, 0.81 for A100 PCIe, 0.78 for B200
+             and 0.60 for MI300X (published: highest matmul rates of S. Bekman, "Machine Learning Engineering",
+             compute/accelerator). A100 SXM is taken for A100 PCIe, and H200 for H100 SXM, whose chip it has.
+             0.94 for RTX 4090 (published: LoHan's evaluation_data.md, 13 B at 156 of 165 Tflop/s), assumed for the
+             other GeForce cards. Assumed: 0.80 for A10G; and for cards that meet their power limit first 0.70 (H100
+             PCIe, L40S, RTX A6000), 0.50 (L4, A10) and 0.40 (T4, of fp16: it has no units for bf16, which is taken to
+             be as fast as fp32). fp32: 0.80 assumed.
+    Memory   data sheet times 0.85, assumed. How much of it torch reports: as users' messages say; of H200, B200 and
+             MI300X within 1 GiB.
     Link     PCI Express by generation and lanes times 0.85, assumed for large copies of pinned memory: packet headers
              alone cost 8 to 10 %, flow control and the host's side the rest. Published by users of nvbandwidth are 52.8
              GB/s down on H100 (its issue 24), and on generation 4 24.8 to 26 either way (its issues 11 and 53).
     Duplex   generation 5: 26 to 31 GB/s each way when both run, from offload_adam's published steps on an RTX PRO 6000;
              the middle of it over the link alone. Generation 4: 24 down and 11 to 13 up, of 25 alone, on two A100
-             systems (nvbandwidth, issues 11 and 53); their mean over the link alone.
+             systems (nvbandwidth, issues 11 and 53); their mean over the link alone. Generation 3: as 4, assumed.
     Latency  10 us per copy, assumed.
     DRAM     servers 150 GB/s (8 channels or more, of which 16 to 32 cores reach this much), desktops with two channels
              of DDR5 60 and of DDR4 40, a rented slice of six cores 50; all assumed.
     Disk     5 GB/s read, 2 GB/s written, one at a time: what a drive of generation 4 sustains once its cache is full,
              assumed; peaks of data sheets are up to three times as high.
     Launch   10 us of the host per operator, assumed.
-    Network  inside a machine NVLink by generation: 300 GB/s each way on A100 SXM and 450 on H100 SXM (data sheets: 600
-             and 900 for both), times 0.82: NCCL gets 370 of 450 (published by its authors: nccl-tests, issue 212), and
-             3.4 us per hop (its src/graph/tuning.cc); cards without it have no rate, exchange by way of the host, and
-             take 10 us, assumed. Across machines what the reference systems have for each card: 200 Gb/s (DGX A100)
-             and 400 (DGX H100), times 0.85. For others write --network. Where that share and the latency are from, and
-             how far off they may be: strategies/planner/hybrid/cluster.py.
+    Network  inside a machine NVLink by generation: 300 GB/s each way on A100 SXM, 450 on H100 and H200 SXM and 900 on
+             B200 (data sheets: 600, 900 and 1,800 for both), times 0.82: NCCL gets 370 of 450 (published by its
+             authors: nccl-tests, issue 212), and 3.4 us per hop (its src/graph/tuning.cc). MI300X: 448 GB/s over seven
+             links (data sheet: 896 for both), and the same share and latency, assumed. Cards without one have no rate,
+             exchange by way of the host, and take 10 us, assumed. Across machines what the reference systems have for
+             each card: 200 Gb/s (DGX A100) and 400 (DGX H100, H200 and B200; assumed for MI300X), times 0.85. For
+             others write --network. Where that share and the latency are from, and how far off they may be:
+             strategies/planner/hybrid/cluster.py.
     Update   32 bytes per parameter at that rate, but at most what the cores compute: 2.2 and 1.4 G parameters per
              second and core for fp32 and bf16 gradients (measured: benchmarks/records/2026-11-21_cpu-update_2-core).
 """
@@ -71,11 +76,12 @@ def _pcie(gigatransfers: float, lanes: int = 16) -> float:
     return gigatransfers * 1e9 * lanes * 128 / 130 / 8 * LINK_EFFICIENCY
 
 
+_PCIE3 = _Link(_pcie(8), (24 + 12) / 2 / 25)
 _PCIE4 = _Link(_pcie(16), (24 + 12) / 2 / 25)
 _PCIE5 = _Link(_pcie(32), 28.5e9 / _pcie(32))
 _PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, lanes=8))
 _SERVER, _DDR5, _DDR4, _SLICE = 150e9, 60e9, 40e9, 50e9
-_A100_SXM, _H100_SXM = (300e9, 200), (450e9, 400)
+_A100_SXM, _H100_SXM, _B200, _MI300X = (300e9, 200), (450e9, 400), (900e9, 400), (448e9, 400)
 
 
 def across(gigabits: float) -> float:
@@ -94,8 +100,8 @@ def _card(
     network: tuple[float, float] | None = None,
 ) -> Machine:
     """One card, with ``device_gib`` as torch reports it, in a typical host. ``gemm`` is the share of the bf16 peak that
-    matrix products reach, ``memory`` the bytes per second of the data sheet; ``network``, by data sheets, bytes per
-    second each way over NVLink, and Gb/s to other machines.
+    matrix products reach, of the fp16 peak on a card without bf16; ``memory`` the bytes per second of the data sheet;
+    ``network``, by data sheets, bytes per second each way over NVLink, and Gb/s to other machines.
     """
     peaks = peak_flops(device)
 
@@ -112,7 +118,8 @@ def _card(
         usable_cores=host.cores,
         rates=Rates(
             gemm_fp32_flops_per_s=peaks["fp32"] * FP32_EFFICIENCY,
-            gemm_bf16_flops_per_s=peaks["bf16"] * gemm,
+            gemm_bf16_flops_per_s=peaks["bf16"] * gemm if "bf16" in peaks else None,
+            gemm_fp16_flops_per_s=None if "bf16" in peaks else peaks["fp16"] * gemm,
             up_bytes_per_s=link.bytes_per_s,
             down_bytes_per_s=link.bytes_per_s,
             duplex_factor=link.duplex_factor,
@@ -133,6 +140,13 @@ PROFILES: dict[str, Machine] = {
     "cpu": Machine(  # without rates: CPUs differ too much
         name="cpu", origin="profile", device_kind="cpu", host_available_bytes=14 * GIB, usable_cores=8
     ),
+    "b200-pcie5": _card("NVIDIA B200", 178.3, _PCIE5, _Host(256, 24, _SERVER), gemm=0.78, memory=8.0e12, network=_B200),
+    "h200-sxm-pcie5": _card(
+        "NVIDIA H200", 139.8, _PCIE5, _Host(256, 24, _SERVER), gemm=0.80, memory=4.8e12, network=_H100_SXM
+    ),
+    "mi300x-pcie5": _card(
+        "AMD Instinct MI300X", 191.9, _PCIE5, _Host(256, 24, _SERVER), gemm=0.60, memory=5.3e12, network=_MI300X
+    ),
     "h100-pcie5": _card("NVIDIA H100 PCIe", 79.1, _PCIE5, _Host(256, 32, _SERVER), gemm=0.70, memory=2.0e12),
     "h100-sxm-pcie5": _card(
         "NVIDIA H100 80GB HBM3", 79.1, _PCIE5, _Host(256, 24, _SERVER), gemm=0.80, memory=3.35e12, network=_H100_SXM
@@ -144,15 +158,30 @@ PROFILES: dict[str, Machine] = {
     ),
     "rtx5090-pcie5": _card("NVIDIA GeForce RTX 5090", 31.4, _PCIE5, _Host(128, 16, _DDR5), gemm=0.94, memory=1.792e12),
     "rtx4090-pcie4": _card("NVIDIA GeForce RTX 4090", 23.6, _PCIE4, _Host(128, 16, _DDR5), gemm=0.94, memory=1.008e12),
+    "rtx4080-pcie4": _card("NVIDIA GeForce RTX 4080", 15.7, _PCIE4, _Host(64, 12, _DDR5), gemm=0.94, memory=0.717e12),
     "rtx3090-pcie4": _card("NVIDIA GeForce RTX 3090", 23.7, _PCIE4, _Host(64, 12, _DDR4), gemm=0.94, memory=0.936e12),
+    "rtx3060-pcie4": _card("NVIDIA GeForce RTX 3060", 11.7, _PCIE4, _Host(32, 8, _DDR4), gemm=0.94, memory=0.36e12),
+    "a6000-pcie4": _card("NVIDIA RTX A6000", 47.5, _PCIE4, _Host(128, 16, _DDR4), gemm=0.70, memory=0.768e12),
+    "l40s-pcie4": _card("NVIDIA L40S", 44.4, _PCIE4, _Host(128, 16, _SERVER), gemm=0.70, memory=0.864e12),
+    "a10-pcie4": _card("NVIDIA A10", 22.0, _PCIE4, _Host(128, 16, _SERVER), gemm=0.50, memory=0.6e12),
+    "a10g-pcie4": _card("NVIDIA A10G", 22.0, _PCIE4, _Host(64, 8, _SLICE), gemm=0.80, memory=0.6e12),
     "l4-pcie4": _card("NVIDIA L4", 22.0, _PCIE4_X8, _Host(48, 6, _SLICE), gemm=0.50, memory=0.3e12),
+    "t4-pcie3": _card("Tesla T4", 14.6, _PCIE3, _Host(32, 4, _SLICE), gemm=0.40, memory=0.32e12),
 }
 
 
+# Drivers' other names of the same card.
+OTHERWISE = {"T4": "Tesla T4", "NVIDIA T4": "Tesla T4", "NVIDIA Tesla T4": "Tesla T4"}
+OTHERWISE |= {f"AMD Instinct MI300X {kind}": "AMD Instinct MI300X" for kind in ("OAM", "VF")}
+
+
 def profile(name: str) -> Machine:
-    """The machine of that name, to plan for one that is elsewhere. ConfigError, with the nearest, if there is none."""
-    if name in PROFILES:
-        return PROFILES[name]
+    """The machine of that name, to plan for one that is elsewhere; what one name alone begins with is enough.
+    ConfigError, with the nearest, if there is none.
+    """
+    found = [name] if name in PROFILES else [each for each in PROFILES if each.startswith(f"{name}-")]
+    if len(found) == 1:
+        return PROFILES[found[0]]
     hint = nearest(name.lower(), PROFILES, cutoff=0.3)
     raise ConfigError(f"unknown machine profile {name!r}: known are {', '.join(PROFILES)}{hint}")
 
@@ -252,15 +281,18 @@ def known_rates(machine: Machine) -> StoredRates:
     stored = load(stored_at(), key_of(machine))
     if stored.rates is not None:
         return stored
-    named = next((each.rates for each in PROFILES.values() if each.name == machine.name), None)
+    name = OTHERWISE.get(machine.name, machine.name)
+    named = next((each.rates for each in PROFILES.values() if each.name == name), None)
     return StoredRates(named, ignored=stored.ignored)
 
 
 def one_line(rates: Rates) -> str:
     """The rates on one line."""
     half, net, outside, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, rates.net_across_bytes_per_s, 1e9
+    other = rates.gemm_fp16_flops_per_s if not half else None
     return (
-        f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{half / 1e12:.3g}' if half else 'none'} Tflop/s; "
+        f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{half / 1e12:.3g}' if half else 'none'}"
+        f"{f', fp16 {other / 1e12:.3g}' if other else ''} Tflop/s; "
         f"link up {rates.up_bytes_per_s / giga:.3g}, down {rates.down_bytes_per_s / giga:.3g} GB/s, both at once "
         f"{rates.duplex_factor:.0%} of each, {rates.link_latency_s * 1e6:.3g} us; "
         f"DRAM {rates.dram_bytes_per_s / giga:.3g}, device memory {rates.device_bytes_per_s / giga:.4g} GB/s; "

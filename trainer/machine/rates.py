@@ -45,7 +45,7 @@ from deepstow.strategies.engine.updating.optim import AdamW, Operands
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import WorldError, run_world
 from deepstow.trainer.machine.disk_rates import measure as measure_disk
-from deepstow.trainer.machine.probe import cores, host_memory, others_cpu_s, probe
+from deepstow.trainer.machine.probe import cores, host_memory, others_cpu_s, peak_flops, probe
 from deepstow.trainer.machine.profiles import StoredRates, key_of, save
 from deepstow.trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call, timer
 
@@ -258,7 +258,11 @@ def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
     clock, on_cpu = Stopwatch(effort, device), device.type == "cpu"
     say(f"matrix products on {'the CPU' if on_cpu else accelerator.name_of(device)}")
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    gemm = {precision: measure_gemm(clock, say, precision, dtype) for precision, dtype in dtypes.items()}
+    products = dict(dtypes)
+    peaks = {} if on_cpu else peak_flops(accelerator.name_of(device))
+    if "fp16" in peaks and "bf16" not in peaks:  # torch computes bf16 otherwise there, which is a rate of its own
+        products["fp16"] = torch.float16
+    gemm = {precision: measure_gemm(clock, say, precision, dtype) for precision, dtype in products.items()}
     say("no accelerator: copies between two buffers, one core each" if on_cpu else "link, pinned memory")
     duplex, copies = measure_link(clock, say)
     up, down = fit_line(copies["up"]), fit_line(copies["down"])
@@ -285,6 +289,7 @@ def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
     rates = Rates(
         gemm_fp32_flops_per_s=statistics.median(rate for _, rate in gemm["fp32"]),
         gemm_bf16_flops_per_s=statistics.median(rate for _, rate in gemm["bf16"]),
+        gemm_fp16_flops_per_s=statistics.median(rate for _, rate in gemm["fp16"]) if "fp16" in gemm else None,
         up_bytes_per_s=up.bytes_per_s,
         down_bytes_per_s=down.bytes_per_s,
         duplex_factor=duplex,

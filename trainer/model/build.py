@@ -203,6 +203,8 @@ def build(
     attention.prepare(section, model)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
+    if model.config.is_encoder_decoder:  # T5's decoder has a config of its own, which would keep a cache in training
+        model.get_decoder().config.use_cache = False
     if section.lora is None or task.adds_adapters:
         return cast("PreTrainedModel", model)
     return with_lora(model, section.lora, task)

@@ -130,15 +130,14 @@ class Counter(TorchDispatchMode):
     def __init__(
         self,
         model: nn.Module,
-        weights: Mapping[str, Tensor] | None = None,
         like: Mapping[str, str] = MappingProxyType({}),
         outputs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """``weights`` replace the model's own tensors of these names in the forward. Blocks in ``like`` do not run
-        (``stubs.py``): what is counted of the block that it names counts for each. ``outputs`` are known before.
+        """Blocks in ``like`` do not run (``stubs.py``): what is counted of the block that it names counts for each.
+        ``outputs`` are known before.
         """
         super().__init__()
-        self.model, self.weights, self.like = model, weights or dict(model.named_parameters()), like
+        self.model, self.like = model, like
         self.outside = set[str]()
         self.written = set[str]()  # parameters that forward writes to
         self.computing: set[str] | None = None
@@ -154,7 +153,7 @@ class Counter(TorchDispatchMode):
         self._sparse = False
         self._flops_in = dict[str, int]()
         self._launches = dict[str, int]()
-        self._parameters = {tensor.untyped_storage()._cdata for tensor in self.weights.values()}
+        self._parameters = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
         self._saved: dict[int, tuple[str, object]] = {}  # unit, and the storage itself: its address is not used again
         self._inputs: dict[int, object] = {}
         self._running: list[str] = []
@@ -167,9 +166,8 @@ class Counter(TorchDispatchMode):
         self._names: dict[int, str] = {}  # by the same
         self._inside: dict[str, int] = {}  # how many calls of each of these modules are running
         units = units_by_name(model)
-        used = {param: self.weights.get(name, param) for name, param in model.named_parameters()}
         for name, param in model.named_parameters(remove_duplicate=False):  # a tied one under all its names
-            storage = used[param].untyped_storage()._cdata
+            storage = param.untyped_storage()._cdata
             self._names.setdefault(storage, name)
             owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
             self._owners.setdefault(storage, set()).add(owner)

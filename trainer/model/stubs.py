@@ -24,7 +24,7 @@ output's shape is given here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -103,18 +103,47 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 def materialise(model: nn.Module, without: Collection[str] = ()) -> None:
     """Give a model on the meta device, but for blocks ``without``, fake tensors; inside of ``fake_tensors()``."""
-    made: dict[Tensor, Tensor] = {}  # tied ones stay tied
+    made: dict[Tensor, Tensor] = {}
     absent = tuple(f"{name}." for name in without)
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in sorted(named, key=lambda each: each[0].startswith(absent)):
-        if tensor.device.type != "meta" or (name.startswith(absent) and tensor not in made):
-            continue
-        if tensor not in made:
-            fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
-            made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-            vars(made[tensor]).update(vars(tensor))  # what a quantised weight is read with
-        path, _, own = name.rpartition(".")
-        setattr(model.get_submodule(path), own, made[tensor])
+    for name, tensor in sorted(_tensors(model), key=lambda each: each[0].startswith(absent)):
+        if tensor.device.type == "meta" and (tensor in made or not name.startswith(absent)):
+            _put(model, name, _fake_of(tensor, made))
+
+
+@contextmanager
+def faked(model: nn.Module) -> Iterator[None]:
+    """Inside, which is inside of ``fake_tensors()``, every tensor of a live model is a fake one, also in the backward
+    of its recomputed blocks; one on the meta device counts as on the CPU. Afterwards it has its own again.
+    """
+    own, made = list(_tensors(model)), dict[Tensor, Tensor]()
+    try:
+        for name, tensor in own:
+            _put(model, name, _fake_of(tensor, made))
+        yield
+    finally:
+        for name, tensor in own:
+            _put(model, name, tensor)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under all their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    setattr(model.get_submodule(path), own, tensor)
+
+
+def _fake_of(tensor: Tensor, made: MutableMapping[Tensor, Tensor]) -> Tensor:
+    """The fake tensor that is ``made`` of ``tensor``: one for each, so that tied ones stay tied."""
+    if tensor not in made:
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        # From sizes alone: of whole numbers ``empty_like`` would be a real tensor, with whatever the memory has.
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        vars(made[tensor]).update(vars(tensor))  # what a quantised weight is read with
+    return made[tensor]
 
 
 class _Answers(TorchDispatchMode):

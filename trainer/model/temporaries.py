@@ -39,23 +39,21 @@ Call = Callable[[], Any]  # one forward
 FORWARD, BACKWARD, LANDING = range(3)
 
 
-def count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None = None) -> Counter:
-    """Count ``call``, one forward of ``model``, and its backward, inside of ``fake_tensors()``. ``weights`` are the
-    fake tensors that it computes with, by name, if they are not the model's own.
-    """
+def count(model: nn.Module, call: Call) -> Counter:
+    """Count ``call``, one forward of ``model``, and its backward, inside of ``fake_tensors()``."""
     alike = find_alike(model)
     if alike:
         materialise(model, [name for names in alike for name in names[2:-1]])
         try:
             with as_graphs(model):
-                return _count(model, call, weights, alike)
+                return _count(model, call, alike)
         except NotCompilable:
             raise
         except Exception as error:  # its forward may ask anything of a block that a stub has not
             logger.info("the model is counted on all blocks: %s", error)
     materialise(model)
     with as_graphs(model):
-        return _count(model, call, weights, ())
+        return _count(model, call, ())
 
 
 def peak_of(model: nn.Module, call: Call) -> int:
@@ -73,7 +71,7 @@ def peak_of(model: nn.Module, call: Call) -> int:
 
 
 def _peak_of(model: nn.Module, call: Call, like: Mapping[str, str]) -> int:
-    counted = Counter(model, None, like)
+    counted = Counter(model, like)
     with counted:
         call()
     live = _Live()
@@ -82,9 +80,9 @@ def _peak_of(model: nn.Module, call: Call, like: Mapping[str, str]) -> int:
     return max(forward for forward, *_ in live.highest.values())
 
 
-def _count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None, alike: Sequence[list[str]]) -> Counter:
+def _count(model: nn.Module, call: Call, alike: Sequence[list[str]]) -> Counter:
     """Count, with stubs for most of those ``alike``. Raise ValueError if they were not alike."""
-    found = Counter(model, weights, {name: names[1] for names in alike for name in names[2:-1]})
+    found = Counter(model, {name: names[1] for names in alike for name in names[2:-1]})
     with found:
         call()
     for _, second, *_, last in alike:
@@ -105,7 +103,7 @@ def _count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None, a
 def _in_chunks(found: Counter, call: Call) -> InChunks | None:
     """The head with its loss by chunks, without any block; None if its loss is another one."""
     with chunked_loss.counting(found.model) as calls:
-        alone = Counter(found.model, found.weights, {name: name for name in found.blocks}, found.outputs)
+        alone = Counter(found.model, {name: name for name in found.blocks}, found.outputs)
         try:
             with alone:
                 call()
@@ -123,7 +121,7 @@ def _temporaries(counted: Counter, call: Call) -> dict[str, Temporaries]:
     """
     live, like = _Live(), counted.like
     with ExitStack() as within:
-        for param in set(counted.weights.values()):
+        for param in counted.model.parameters():
             if param.requires_grad:
                 within.callback(param.register_post_accumulate_grad_hook(live.land).remove)
         for name, block in counted.blocks.items():

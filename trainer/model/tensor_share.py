@@ -33,13 +33,16 @@ class GatheredHead(nn.Linear):
         return torch.cat([super().forward(hidden)] * self.degree, dim=-1)[..., : self.vocabulary]
 
 
-def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head multiplies by the embedding's weight."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+def is_tied(model: nn.Module) -> bool:
+    """Whether the head multiplies by the embedding's weight; only models of Transformers say which these are."""
+    try:
+        embedding, head = (getattr(model, f"get_{which}_embeddings")() for which in ("input", "output"))
+    except (AttributeError, NotImplementedError):
+        return False
     return embedding is not None and head is not None and embedding.weight is head.weight
 
 
-def head_words(model: PreTrainedModel) -> int:
+def head_words(model: nn.Module) -> int:
     """Rows of the whole head, where tensor ranks divide it; 0: they do not."""
     tied = is_tied(model)
     cuts = (each for name, each in model.named_modules() if cut_of(name, tied=tied) is Cut.GATHERED)

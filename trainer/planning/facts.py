@@ -3,7 +3,8 @@
 ``gather`` builds the configured model without storage and runs it on fake tensors, forward and backward. Torch's own
 dispatch decides what is saved and how many floating-point operations there are. A 70 B model takes about one second (of
 blocks that are alike three run) and a few hundred megabytes. The counts are cached (``trainer/model/count_cache.py``).
-Facts of a live model come from ``plan_for.py``.
+Facts of a live model come from ``plan_for.py``. Its counts and facts are made here too, by ``count_of`` and
+``facts_of``, so that both doors to a plan say the same of the same run.
 
 Batches count as padded or packed, so that attention needs a mask. Full rows of one document each save less, where key
 and value heads are grouped about a tenth: without a mask torch's fused attention does not repeat them.
@@ -47,10 +48,13 @@ from deepstow.trainer.tasks.table import TASKS
 from deepstow.trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from deepstow.strategies.core.protocol import Strategy
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.machine.probe import Machine
+    from deepstow.trainer.model.counting import Counter
 
 # Resident memory besides tensors. On CPU with torch, Transformers and datasets: 600 to 632 MiB in small runs, workspace
 # of a few kernels included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
@@ -81,16 +85,23 @@ def precision_of(config: RunConfig) -> Precision:
 def gather(config: RunConfig, world_size: int, local_world_size: int, machine: Machine) -> Facts:
     """All facts of a run on ``world_size`` ranks of ``machine``. ConfigError: the model cannot be described."""
     whole = counted(config)
-    count = asked(whole, config)
-    run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
+    run = run_facts(config, world_size)
     if config.prune is not None and not config.prune.is_structured:
         sizes = pruned.sizes(config.prune, whole.units, whole.params)
         if not sizes:
             raise config.error("prune.modules", config.prune.modules, "no layer of a block has such a name")
         run = replace(run, pruned=sum(sizes), largest_pruned=max(sizes))
-    here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
-    no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
-    return count.facts(run, here, no_copies)
+    return facts_of(whole, run, config.strategies, machine, local_world_size)
+
+
+def facts_of(
+    count: ModelCount, run: RunFacts, strategies: Mapping[str, Strategy], machine: Machine, local_world_size: int
+) -> Facts:
+    """The facts of a ``run`` with these ``strategies``, of a model that is counted already."""
+    here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(strategies))
+    run = replace(run, accelerated=machine.device_kind != "cpu")
+    no_copies = next((why for each in strategies.values() if (why := each.refuses_weight_copies())), "")
+    return asked(count, run, strategies).facts(run, here, no_copies)
 
 
 def check_model(config: RunConfig, built: Any) -> None:
@@ -143,9 +154,9 @@ def refuse(config: RunConfig, found: Sequence[Refusal]) -> None:
         raise ConfigError(config.error(each.key, each.value, each.cure).lines[0] for each in found)
 
 
-def products_again(config: RunConfig) -> bool:
+def products_again(run: RunFacts, strategies: Mapping[str, Strategy]) -> bool:
     """Whether backward repeats the matrix products of every block's forward; selective recomputation keeps them."""
-    return run_facts(config, 1).recomputes or any(each.repeats_products() for each in config.strategies.values())
+    return run.recomputes or any(each.repeats_products() for each in strategies.values())
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -191,10 +202,9 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     return MachineFacts(machine.name, device, host, runtime, rates, **here, beside_device_bytes=beside)
 
 
-def asked(count: ModelCount, config: RunConfig) -> ModelCount:
-    """``count`` with those lists that strategies of ``config`` require; they are counted once for all strategies."""
-    required = requirements_of(config.strategies)
-    again = products_again(config)
+def asked(count: ModelCount, run: RunFacts, strategies: Mapping[str, Strategy]) -> ModelCount:
+    """``count`` with those lists that ``strategies`` require; they are counted once for all strategies."""
+    required, again = requirements_of(strategies), products_again(run, strategies)
     blocks = {unit.name for unit in count.units if unit.kind is UnitKind.BLOCK}
     linears = (replace(layer, recomputed=again and layer.unit in blocks) for layer in count.linears)
     return replace(
@@ -259,17 +269,14 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     from deepstow.strategies.engine.forward.compiled import compile_blocks
     from deepstow.strategies.engine.tensors import quantised
-    from deepstow.trainer.model import student, tensor_share
+    from deepstow.trainer.model import student
     from deepstow.trainer.model.stubs import fake_tensors
 
     precision, task = precision_of(config), TASKS[config.task]
     autocast = autocast_of(config)
     model: Any = meta_model(config)
     whole = _whole(config)
-    sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
-    for param in model.parameters():
-        sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
-    scales = quantised.scales_bytes(model)
+    loaded = sizes(model)
     cast_weights(config, model)
     with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
         if run_facts(config, 1).recomputes:
@@ -296,21 +303,57 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             return str(param.dtype).removeprefix("torch.")
         return "bfloat16" if precision is Precision.BF16 else "float32"
 
+    return replace(
+        count_of(model, found, groups, dtype_of, autocast),
+        **loaded,
+        model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
+        model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
+    )
+
+
+def sizes(model: nn.Module) -> dict[str, Any]:
+    """Bytes of each element that is trained, and frozen, where they differ of the largest; and of all scales."""
+    from deepstow.strategies.engine.tensors.quantised import scales_bytes
+
+    largest = {False: 0, True: 0}
+    for param in model.parameters():
+        largest[param.requires_grad] = max(largest[param.requires_grad], param.element_size())
+    return {"trained_bytes": largest[True], "frozen_bytes": largest[False], "scales_bytes": scales_bytes(model)}
+
+
+def count_of(
+    model: nn.Module, found: Counter, groups: Mapping[str, int], dtype_of: Callable[[nn.Parameter], str], autocast: Any
+) -> ModelCount:
+    """All that is known of a model which is all there is, and one forward of which was ``found``.
+
+    Args:
+        groups: of the optimizer, by the names of parameters.
+        dtype_of: of a parameter, as the memory engine computes with it.
+        autocast: the dtype in which operators compute; None: in that of the weights.
+    """
+    from deepstow.trainer.model import tensor_share
+
+    config = getattr(model, "config", None)
+    config = config if hasattr(config, "get_text_config") else None  # Transformers', and not a class of the user's
+    text = None if config is None else config.get_text_config()
+    experts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
     linears = tuple(found.linears(autocast).values())
     return ModelCount(
         units=found.units(),
-        forward_flops=found.flops,
-        largest_param=max(parameter.numel() for parameter in model.parameters()),
-        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
-        trained_bytes=sizes[True],
-        frozen_bytes=sizes[False],
-        scales_bytes=scales,
         params=list_params(model, groups, dtype_of, found.outside, found.computing),
         linears=linears,
-        model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
-        model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
+        forward_flops=found.flops,
+        largest_param=max((parameter.numel() for parameter in model.parameters()), default=0),
+        hidden_size=getattr(text, "hidden_size", 0),
+        **sizes(model),
+        tied=tensor_share.is_tied(model),
+        untied=getattr(model, "untied", ()),
+        written=tuple(sorted(found.written)),
+        head_words=tensor_share.head_words(model),
+        num_experts=max(experts, default=0),
+        experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,
+        positions=0 if config is None else positions.made_for(config),
         sums=tensor_share.sums(linears),
-        **_numbers(model, found),
     )
 
 
@@ -361,17 +404,6 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
     return inputs
 
 
-def _numbers(model: Any, counter: Any) -> dict[str, Any]:
-    """Of the experts of a layer, how many there are and a token is sent to; positions; of the head."""
-    from deepstow.trainer.model.tensor_share import head_words, is_tied
-
-    counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
-    sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    found: dict[str, Any] = {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
-    found |= {"tied": is_tied(model), "untied": model.untied, "head_words": head_words(model)}
-    return found | {"written": tuple(sorted(counter.written)), "positions": positions.made_for(model.config)}
-
-
 def _divided(config: RunConfig) -> bool:
     """Whether tensor ranks divide the model's layers."""
     return any(Axis.TENSOR in each.divides() for each in config.strategies.values())
@@ -388,9 +420,7 @@ def _whole(config: RunConfig) -> ModelCount | None:
 def _call(
     model: Any, inputs: Mapping[str, Any], smoothing: float | None, autocast: Any, *, shift: bool
 ) -> Callable[[], Any]:
-    """One forward with its loss. Smoothed labels are outside of the model, as in Transformers' Trainer. With
-    ``autocast`` (a dtype or None) outputs are copied in fp32, as Accelerate does.
-    """
+    """One forward with its loss. Smoothed labels are outside of the model, as in Transformers' Trainer."""
 
     def run() -> Any:
         if not smoothing:
@@ -400,12 +430,22 @@ def _call(
         rest = {key: inputs[key] for key in inputs if key != "labels"}
         return {"loss": LabelSmoother(smoothing)(model(**rest), inputs["labels"], shift_labels=shift)}
 
+    return under_autocast(run, autocast)
+
+
+def under_autocast(run: Callable[[], Any], autocast: Any, device_kind: str = "cpu") -> Callable[[], Any]:
+    """``run`` with operators computing in ``autocast`` (a dtype or None); its outputs are copied in fp32, as Accelerate
+    does.
+    """
+
     def cast() -> Any:
         import torch
         from accelerate.utils import convert_to_fp32
 
-        with torch.autocast("cpu", autocast):
-            return convert_to_fp32(run())
+        with torch.autocast(device_kind, autocast):
+            found = convert_to_fp32(run())
+        torch.clear_autocast_cache()  # within another autocast cast weights would stay, and not count the next time
+        return found
 
     return run if autocast is None else cast
 

@@ -20,6 +20,7 @@ from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.trainer.errors import ConfigError, TooLargeError
 from deepstow.trainer.machine import block_timing, gemm_timing
+from deepstow.trainer.machine.probe import peak_flops
 from deepstow.trainer.model import attention, build
 from deepstow.trainer.model.shrink import PER_LAYER
 from deepstow.trainer.model.structured import config_of
@@ -259,7 +260,12 @@ def _why_unusable(folder: Path) -> str:
 
 def advice(config: RunConfig, plan: Plan) -> list[str]:
     """Lines for people: the changes of the config that would gain the most."""
-    return [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]
+    found = [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]
+    peak = peak_flops(plan.facts.machine.name)
+    if config.training.bf16 and "fp16" in peak and "bf16" not in peak:
+        faster = f"fp16's are up to {peak['fp16'] / peak['fp32']:.0f} times as fast"
+        found.append(f"  training.fp16 for bf16: {plan.facts.machine.name} has no units for bf16's products; {faster}")
+    return found
 
 
 def refuse_impossible(plan: Plan) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import compose
@@ -22,10 +22,10 @@ from deepstow.strategies.core.registry import find
 from deepstow.trainer.distributed.ranks import from_environment
 from deepstow.trainer.errors import CountingError, first_line
 from deepstow.trainer.machine.probe import Machine, probe
-from deepstow.trainer.model.params import list_params
-from deepstow.trainer.planning.facts import ModelCount, machine_facts
+from deepstow.trainer.planning.facts import ModelCount, count_of, facts_of, under_autocast
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from deepstow.trainer.model.counting import Counter
@@ -79,6 +79,8 @@ def plan_for(
     """
     import torch.distributed as dist
 
+    from deepstow.strategies.engine.forward.blocks import find_blocks
+    from deepstow.strategies.engine.forward.compiled import compiled
     from deepstow.strategies.engine.tensors.quantised import KINDS
 
     groups = _group_names(model, params)
@@ -88,22 +90,42 @@ def plan_for(
         raise ValueError(f"parameters of dtype {', '.join(others)}: use float32 or bfloat16")
     rows, tokens = _shape(batch)
     ranks = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+    machine = machine or probe()
+    autocast = _autocast(model, machine.device_kind)
+    precision = Precision.BF16 if "bfloat16" in dtypes else Precision.FP32
+    if autocast is Precision.FP16 and precision is Precision.FP32:
+        precision = Precision.FP16  # as a config says it: weights in fp32, and a loss scale
     run = RunFacts(
         micro_batch=rows,
         sequence=tokens,
         accumulation=accumulation,
         max_grad_norm=max_grad_norm or 0.0,
-        precision=Precision.BF16 if "bfloat16" in dtypes else Precision.FP32,
+        precision=precision,
+        autocast=autocast if autocast is not precision else None,
         world_size=ranks,
         moments=moments,
+        recomputes=any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+        compiled=any(compiled(block) is not None for block in find_blocks(model).values()),
+        stowed=True,
+        adapters=hasattr(model, "peft_config"),
     )
-    here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
-    facts = count_live(model, batch, groups).facts(run, machine_facts(machine or probe(), here))
+    count = count_live(model, batch, groups, autocast)
     options = {"gpu_memory": gpu_memory, "host_memory": host_memory, "moments": moments_as, **offload}
     strategies = {"offload": options, "buffers": {"debug": debug}, "recompute": recompute, "zero": zero}
     strategies["cross_entropy"] = cross_entropy
     asked = {name: find(name).model_validate(given) for name, given in strategies.items() if given is not None}
-    return compose(asked, facts)
+    here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
+    return compose(asked, facts_of(count, run, asked, machine, here))
+
+
+def _autocast(model: nn.Module, device_kind: str) -> Precision | None:
+    """In which format operators compute here, where autocast is on for the device or for where the model is now."""
+    import torch
+
+    kinds = {device_kind, *(each.device.type for each in islice(model.parameters(), 1))} - {"meta"}
+    dtypes = (torch.get_autocast_dtype(kind) for kind in sorted(kinds) if torch.is_autocast_enabled(kind))
+    formats = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
+    return next((formats[dtype] for dtype in dtypes if dtype in formats), None)
 
 
 def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
@@ -143,58 +165,49 @@ def _unnamed(params: Iterable[Any]) -> list[Tensor]:
     return [param[1] if isinstance(param, tuple) else param for param in params]
 
 
-def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[str]]) -> ModelCount:
-    """Count a live model, which is left unchanged. Every parameter is computed in its own dtype; those whose names are
-    not in ``groups`` are frozen. With no batch nothing is run. Raises CountingError.
+def count_live(
+    model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[str]], autocast: Precision | None = None
+) -> ModelCount:
+    """Count a live model, which is left unchanged. Every parameter is computed in its own dtype, or by ``autocast``;
+    those whose names are not in ``groups`` are frozen. With no batch nothing is run. Raises CountingError.
     """
-    from deepstow.strategies.engine.tensors.quantised import scales_bytes
+    import torch
+
     from deepstow.trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    found = Counter(model) if batch is None else _counted(model, batch)
-    dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, group_of, dtype_of.__getitem__, found.outside, found.computing)
-    largest = max((param.num_elements for param in params), default=0)
-    scales = scales_bytes(model)
-    written = tuple(sorted(found.written))
-    return ModelCount(units=found.units(), largest_param=largest, params=params, scales_bytes=scales, written=written)
+    half = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(autocast) if autocast else None
+    found = Counter(model) if batch is None else _counted(model, batch, half)
+    return count_of(model, found, group_of, lambda param: str(param.dtype).removeprefix("torch."), half)
 
 
-def _counted(model: nn.Module, batch: Batch) -> Counter:
+def _counted(model: nn.Module, batch: Batch, autocast: torch.dtype | None) -> Counter:
     """Count one forward and its backward on fake tensors."""
     import torch
-    from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
-    from deepstow.strategies.engine.tensors.quantised import counted_with, is_quantised
+    from deepstow.strategies.engine.tensors.quantised import counted_with
     from deepstow.trainer.model import liger
-    from deepstow.trainer.model.stubs import fake_tensors
+    from deepstow.trainer.model.stubs import fake_tensors, faked
     from deepstow.trainer.model.temporaries import count
     from deepstow.trainer.model.undisturbed import undisturbed
 
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         if liger.computes(model):  # before a GPU is given addresses that are not there
             raise NotImplementedError("Liger's kernels need values")
-        for parameter, _ in kept:
-            parameter.grad = None
-        with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor):
+        with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor), faked(model):
             model.train()
-            tensors = dict([*model.named_parameters(), *model.named_buffers()])
-            fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
-            for name, fake in fakes.items():
-                if is_quantised(fake):
-                    vars(fake).update(vars(tensors[name]))  # what it is read with
             inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
-            return count(model, partial(functional_call, model, fakes, kwargs=inputs), fakes)
+            return count(model, under_autocast(lambda: model(**inputs), autocast, _device_of(model).type))
     except Exception as error:  # a forward may fail in any way, here only or everywhere
         raise CountingError(
             f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
             f"otherwise, leave out batch=: tensors saved for backward then count as nothing"
         ) from error
-    finally:
-        for parameter, grad in kept:  # a reentrant checkpoint's backward gives fake ones to the model's own parameters
-            parameter.grad = grad
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -203,15 +216,14 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """
     import torch
 
-    device = next(model.parameters()).device
+    device = _device_of(model)
     if isinstance(batch, tuple):
         takes = inspect.signature(model.forward).parameters
         names = ["input_ids", "labels", *(["attention_mask"] if "attention_mask" in takes else [])]
-        batch = dict.fromkeys(names, torch.empty(batch, dtype=torch.long, device="meta"))
-    return {
-        name: torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
+        batch = {name: torch.empty(batch, dtype=torch.long, device="meta") for name in names}
+    given = {value for value in batch.values() if isinstance(value, torch.Tensor)}  # one by two names stays one
+    made = {value: torch.empty_like(value, device=device) for value in given}
+    return {name: made[value] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _shape(batch: Batch | None) -> tuple[int, int]:
