@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from deepstow.strategies.core.cgroups import usable_cores
 from deepstow.strategies.core.commit import inside, replace_file, sync
 
 MANIFEST = "manifest.json"
@@ -164,7 +165,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)) + WAITING, "seal")
+    return ThreadPoolExecutor(usable_cores() + WAITING, "seal")
 
 
 def signed(content: Any) -> str:

@@ -80,6 +80,9 @@ class Engine(Copied):
         self.disk_weights = DiskWeights(layout, self.arena, transfer) if weight_file_bytes(layout) else None
         self.buckets = list(self._make_buckets(model))
         self.ranks.connect(self.buckets, self.arena)
+        self.worker = Worker(spare_cores() if beside else None, device)
+        for bucket in self.buckets if device.type != "cpu" else ():  # pinning takes all pages at once
+            self.worker.submit(bucket.index, bucket.touch_state).result()
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
@@ -95,7 +98,6 @@ class Engine(Copied):
             self._bring_unannounced,
             remembers=self.shares_weights,  # residents need no order of fetches
         )
-        self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
         moments = None if layout.moments_as == "fp32" else Moments(layout, self.arena)
         self.updates = Updates(rule, self.residency, self.ranks, transfer, self.worker, scratch, moments)

@@ -1,19 +1,23 @@
 """How the runtime calls a device, beside what it computes there."""
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from deepstow.strategies.engine import stow
 from deepstow.strategies.engine.memory import accelerator
-from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Lane
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Lane, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.norms import together
 from deepstow.trainer.machine.block_timing import UnitClock
 from deepstow.trainer.machine.probe import probe
 from tests.helpers import sides
+from tests.helpers.engine import plan_of
 from tests.helpers.models import build
 
 SLOW_US = 200_000
@@ -117,33 +121,88 @@ def test_norms_from_the_host_go_up_together(device: Any, there: torch.device) ->
     assert [value.item() for value in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-class Watched(AcceleratorTransfer):
-    """Counts the events that the thread of the loop waits for; the worker's waits are its own affair: it sleeps."""
+def test_moments_are_touched_by_the_threads_that_update_them(
+    there: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the driver, which would put all pages beside the core that asks for them to be pinned."""
+    driver, pages = accelerator.row_of(there).driver, []
+    register = driver.register
+    monkeypatch.setattr(driver, "register", lambda at, size: pages.append(resident(at)) or register(at, size))
+    model = build("llama")
+    plan: Any = plan_of(model, **sides.LAYOUTS["host, one ahead"])
+    moments = sum(8 * bucket.share for bucket in plan.layout.buckets)
+    optimizer = stow(model, plan, device=there)
+    assert sum(pages) > moments > 0, "weights, which moved in before, are half as many"
+    optimizer.close()
 
-    waited = 0
+
+def resident(address: int) -> int:
+    """Bytes in memory of the mapping that begins at ``address``."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith(f"{address:x}-"))
+    return next(int(line.split()[1]) << 10 for line in lines[begin:] if line.startswith("Rss:"))
+
+
+class Watched(AcceleratorTransfer):
+    """Knows the events that were recorded, and counts those that the thread of the loop waits for; the worker's waits
+    are its own affair: it sleeps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sides.ground.device)
+        self.waited, self.events = 0, dict[int, Any]()
+
+    def _record(self, lane: Lane) -> Any:
+        event = super()._record(lane)
+        self.events[id(event)] = event
+        return event
 
     def host_wait(self, *events: Event | None) -> None:
         self.waited += threading.current_thread() is threading.main_thread()
         super().host_wait(*events)
 
 
-def waits(device: Any, layout: str, fused: bool = True, norm: float = 0.5, accumulation: int = 1) -> int:
-    """Copies and events that the loop waited for in two steps after two that warm up."""
-    model, moves = build("llama"), Watched(sides.ground.device)
+def grown(
+    count: Callable[[], int], moves: Transfer, layout: str, fused: bool, norm: float = 0.5, accumulation: int = 1
+) -> list[int]:
+    """By how much ``count`` grows in each of some steps, after two that warm up."""
+    model, found = build("llama"), []
     optimizer = sides.stowed(model, layout, fused, moves, max_norm=norm, accumulation=accumulation, debug=False)
     batches = [{name: value.to("sim") for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
-    for number in range(4):
-        if number == 2:
-            before = device.counts()["sync_copies"] + moves.waited
+    for _ in range(5):
+        before = count()
         for batch in batches:
             model(**batch).loss.backward()
         if norm:
             optimizer.clip_grad_norm_(norm)
         optimizer.step()
         optimizer.zero_grad()
-    found: int = device.counts()["sync_copies"] + moves.waited - before
+        found.append(count() - before)
     optimizer.close()
-    return found
+    return found[2:]
+
+
+def waits(device: Any, layout: str, *given: Any) -> int:
+    """Copies and events that the loop waited for."""
+    moves = Watched()
+    return sum(grown(lambda: device.counts()["sync_copies"] + moves.waited, moves, layout, *given))
+
+
+@pytest.mark.parametrize("layout", sides.LAYOUTS)
+@pytest.mark.usefixtures("there")
+def test_events_are_used_again(layout: str) -> None:
+    """A step needs no more of them than the one before; in one or another the worker may let go of its own later."""
+    moves = Watched()
+    assert min(grown(lambda: len(moves.events), moves, layout, True, 0.5, 2)) == 0 < len(moves.events)
+
+
+def test_an_event_that_somebody_holds_is_not_used_again(there: torch.device) -> None:
+    transfer = AcceleratorTransfer(there)
+    held = transfer.record(Lane.UP)
+    handle = held.handle
+    assert transfer.record(Lane.DOWN).handle is not handle
+    del held
+    assert transfer.record(Lane.DOWN).handle is handle
 
 
 @pytest.mark.parametrize(("norm", "accumulation"), [(0.0, 1), (0.5, 1), (0.5, 2)])
@@ -157,4 +216,4 @@ def test_nobody_waits_within_a_step(layout: str, norm: float, accumulation: int,
 @pytest.mark.usefixtures("there")
 def test_what_waits_is_counted(device: Any) -> None:
     """Torch's kernel that is not fused asks for its counts one by one."""
-    assert waits(device, "device, resident", fused=False) > 0
+    assert waits(device, "device, resident", False) > 0

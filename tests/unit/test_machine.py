@@ -1,11 +1,14 @@
 """What a machine can do: cgroups on made-up files, the card table, profiles, and one real probe."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from deepstow.strategies.core.cgroups import usable_cores
 from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.transfer.worker import spare_cores
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine import probe, profiles
 from deepstow.trainer.machine.probe import GIB, Memory
@@ -19,7 +22,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-CGROUPS: dict[str, tuple[dict[str, str], Memory | None, float | None]] = {
+CGROUPS: dict[str, tuple[dict[str, str], Memory | None, int]] = {
     "v2, the tightest ancestor, without cache that can be dropped": (
         {
             "proc/self/cgroup": "0::/job/step\n",
@@ -32,7 +35,7 @@ CGROUPS: dict[str, tuple[dict[str, str], Memory | None, float | None]] = {
             "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
         },
         Memory(8 * GIB, 4 * GIB),
-        2.5,
+        2,
     ),
     "v1, where the path is the host's": (
         {
@@ -44,9 +47,9 @@ CGROUPS: dict[str, tuple[dict[str, str], Memory | None, float | None]] = {
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
         Memory(4 * GIB, 2 * GIB),
-        1.5,
+        1,
     ),
-    "none": ({}, None, None),
+    "none": ({}, None, 64),
     "v1 without a limit": (
         {
             "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
@@ -55,16 +58,19 @@ CGROUPS: dict[str, tuple[dict[str, str], Memory | None, float | None]] = {
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
         None,
-        None,
+        64,
     ),
 }
 
 
 @pytest.mark.parametrize("case", CGROUPS)
-def test_limits_of_cgroups(tmp_path: Path, case: str) -> None:
+def test_limits_of_cgroups(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of 64 cores, where one is Python's and the worker has what is left of a quota."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     files, memory, cores = CGROUPS[case]
     root = write(tmp_path, files)
-    assert (probe.cgroup_memory(root), probe.cgroup_cores(root)) == (memory, cores)
+    assert (probe.cgroup_memory(root), usable_cores(root)) == (memory, cores)
+    assert spare_cores(root) == max(1, cores - 1)
 
 
 def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:

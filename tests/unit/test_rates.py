@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from deepstow.launch import doctor
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
+from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.machine import disk_rates, profiles, rates
@@ -117,7 +120,7 @@ def test_foreign_and_stale_files_are_ignored(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> str:
-    content: dict[str, Any] = {"format": 2, "date": "d", "others_share": 0.0, "key": HERE, "points": {}}
+    content: dict[str, Any] = {"format": 3, "date": "d", "others_share": 0.0, "key": HERE, "points": {}}
     return json.dumps({**content, "rates": asdict(some_rates()), **changes})
 
 
@@ -126,7 +129,7 @@ def broken(**changes: Any) -> str:
     [
         ("", "not a machine profile: Invalid JSON"),
         ("{}", "measured with device None, here card, "),
-        (broken(format=1), "not a machine profile: format: Input should be 2"),
+        (broken(format=2), "not a machine profile: format: Input should be 3"),
         (
             broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}),
             "not a machine profile: rates: Value error, duplex_factor = 7.0",
@@ -200,6 +203,13 @@ def test_named_cards_are_complete_and_possible(name: str, monkeypatch: pytest.Mo
     for precision in Precision:
         assert 0 < HOST_UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001
     assert known.dram_bytes_per_s < known.device_bytes_per_s
+
+
+def test_updates_are_made_beside_launches() -> None:
+    launched, seen = threading.Event(), list[bool]()
+    with closing(Worker(1)) as worker:
+        rates.beside_launches(lambda: worker.submit(0, lambda: seen.append(launched.wait(10))), launched.set)
+    assert seen == [True]
 
 
 # --- the command -------------------------------------------------------------------------------------------------

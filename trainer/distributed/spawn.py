@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deepstow.strategies.core.cgroups import usable_cores
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.distributed.ranks import (
     Ranks,
@@ -111,7 +112,7 @@ def _rank(
     os.environ.update({**describe(ranks), "MASTER_PORT": port})
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    settle_environment(ranks, len(os.sched_getaffinity(0)))
+    settle_environment(ranks, usable_cores())
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     quiet_libraries()
     with process_group(from_environment(), 300, single=deepspeed):

@@ -9,19 +9,18 @@ is gone.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from deepstow.strategies.core.cgroups import ROOT, folders, text, usable_cores
 from deepstow.strategies.core.facts import Rates
 
 GIB = 1024**3
-ROOT = Path("/")
 
 
 # Dense peak per device in flop/s with fp32 accumulation, for ``bf16``, ``fp16`` and ``fp32``; a card without such units
@@ -122,10 +121,8 @@ def cores(root: Path = ROOT) -> tuple[int, int]:
     """Physical cores of the machine, and cores this process may use: its affinity, or the cgroup's quota if less."""
     import psutil
 
-    allowed = len(os.sched_getaffinity(0))
-    quota = cgroup_cores(root)
-    usable = allowed if quota is None else max(1, min(allowed, int(quota)))
-    return psutil.cpu_count(logical=False) or allowed, usable
+    usable = usable_cores(root)
+    return psutil.cpu_count(logical=False) or usable, usable
 
 
 def disk_free_bytes(folder: Path) -> int:
@@ -154,38 +151,8 @@ def others_cpu_s() -> float:
 
 def cgroup_memory(root: Path = ROOT) -> Memory | None:
     """The tightest memory limit and the least memory left, over this process's cgroup and its ancestors."""
-    limits = [memory for folder in _cgroup_folders("memory", root) if (memory := _memory_of(folder))]
+    limits = [memory for folder in folders("memory", root) if (memory := _memory_of(folder))]
     return Memory(*map(min, zip(*limits, strict=True))) if limits else None
-
-
-def cgroup_cores(root: Path = ROOT) -> float | None:
-    """The tightest CPU quota in cores, over this process's cgroup and its ancestors; None without one."""
-    quotas = [quota for folder in _cgroup_folders("cpu", root) if (quota := _cores_of(folder))]
-    return min(quotas, default=None)
-
-
-def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of this process's cgroup for ``controller``, from its own up to the mount.
-
-    ``/proc/self/cgroup`` has lines ``id:controllers:path``; version 2 leaves the controllers empty. Inside a container
-    the path is often the host's and does not exist: then the mount itself is the container's cgroup.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
-    mount = root / "sys/fs/cgroup"
-    if controller in paths:  # version 1
-        mount, path = mount / controller, paths[controller]
-    else:
-        path = paths.get("", "/")
-    here = mount / path.lstrip("/")
-    for folder in (here, *here.parents):
-        if folder.is_dir():
-            yield folder
-        if folder == mount:
-            return
 
 
 def _memory_of(folder: Path) -> Memory | None:
@@ -194,27 +161,11 @@ def _memory_of(folder: Path) -> Memory | None:
     if limit is None or limit >= 2**60:  # version 1 writes "no limit" as the largest page-aligned integer
         return None
     used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
-    stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    stat = dict(line.split() for line in text(folder / "memory.stat").splitlines())
     droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return Memory(limit, max(0, limit - max(0, used - droppable)))
 
 
-def _cores_of(folder: Path) -> float | None:
-    """CPU quota over period in one cgroup folder (version 2 or 1); None without a quota."""
-    words = _text(folder / "cpu.max").split()
-    if not words:
-        words = [_text(folder / f"cpu.cfs_{word}_us").strip() for word in ("quota", "period")]
-    quota, period = (int(word) if word.isdigit() else 0 for word in words)  # "max" and -1 mean no quota
-    return quota / period if quota and period else None
-
-
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    found = text(path).strip()
+    return int(found) if found.isdigit() else None

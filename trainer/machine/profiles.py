@@ -47,10 +47,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from deepstow.strategies.core.cgroups import ROOT
 from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from deepstow.trainer.errors import ConfigError, nearest
-from deepstow.trainer.machine.probe import GIB, ROOT, Machine, peak_flops
+from deepstow.trainer.machine.probe import GIB, Machine, peak_flops
 
 # --- named -------------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class StoredRates:
     ignored: str = ""  # why the file is not used
     key: MachineKey = field(default_factory=dict)
     points: dict[str, Any] = field(default_factory=dict, compare=False)  # measurements that the rates were fitted to
-    format: Literal[2] = 2
+    format: Literal[3] = 3  # before: updates alone, not beside a thread that launches
 
 
 FILE = TypeAdapter(StoredRates)

@@ -4,7 +4,8 @@
     link     copies as the engine makes them (its transfer and streams, pinned memory), up, down, and both at once, from
              64 KiB to 256 MiB; ``fit_line`` turns them into a latency and an asymptotic rate
     memory   scaling a large buffer in place: DRAM by all cores, and the device's memory
-    update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
+    update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads, while this
+             thread launches operators on the device without pause, as a training loop does
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
     disk     only of folders that are named: ``disk_rates.py``
@@ -174,9 +175,9 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
     return statistics.median(factors), points
 
 
-def host_update(num_params: int, *, mixed: bool) -> Callable[[], None]:
+def host_update(num_params: int, *, mixed: bool, at_once: bool = True) -> Callable[[], None]:
     """A clipped AdamW step on host memory, done as the engine's ``Updates`` does it. ``mixed``: gradients are bf16 and
-    converted in a scratch buffer; the new bf16 weights overwrite the gradients.
+    converted in a scratch buffer; the new bf16 weights overwrite the gradients. Not ``at_once``: a call for each chunk.
     """
     master, first, second = torch.randn(num_params), torch.zeros(num_params), torch.zeros(num_params)
     grads = torch.randn(num_params).mul_(1e-2)
@@ -188,17 +189,31 @@ def host_update(num_params: int, *, mixed: bool) -> Callable[[], None]:
 
     def update() -> None:
         with torch.no_grad():
-            for start in range(0, num_params, HOST_CHUNK):
-                part = slice(start, min(num_params, start + HOST_CHUNK))
-                grad = source[part]
-                if mixed:
-                    grad = scratch[: part.stop - part.start].copy_(grad)
-                torch._foreach_mul_([grad], factor)
-                rule.update(Operands([master[part]], [grad], [[first[part]], [second[part]]], [step]), group, None)
+            parts = [slice(start, min(num_params, start + HOST_CHUNK)) for start in range(0, num_params, HOST_CHUNK)]
+            calls = [
+                Operands(
+                    [master[part]],
+                    [scratch[: part.stop - part.start] if mixed else source[part]],
+                    [[first[part]], [second[part]]],
+                    [step],
+                    [source[part]] if mixed else [],
+                )
+                for part in parts
+            ]
+            for some in [calls] if at_once else [[call] for call in calls]:
+                rule.update_all(some, group, factor)
             if mixed:
                 weights.copy_(master)
 
     return update
+
+
+def beside_launches(submit: Callable[[], Future[None]], launch: Callable[[], object]) -> None:
+    """Make an update, which ``submit`` begins, while this thread launches operators."""
+    running = submit()
+    while not running.done():
+        launch()
+    running.result()
 
 
 def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]], update_s: float) -> float:
@@ -270,20 +285,19 @@ def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
     gb_per_s = up.bytes_per_s / 1e9, down.bytes_per_s / 1e9
     say(f"  fitted: {latency_s * 1e6:.1f} us, then up {gb_per_s[0]:.2f} GB/s, down {gb_per_s[1]:.2f}")
     memory = measure_memory(clock, say)
-    update: dict[str, float] = {}
+    update, small = dict[str, float](), torch.zeros(1, device=device)
     threads = None if on_cpu else spare_cores()
     say(f"AdamW on host memory, {threads or torch.get_num_threads()} threads")
     with closing(Worker(threads)) as worker:
         for precision in dtypes:
             submit = partial(worker.submit, 0, host_update(effort.num_params, mixed=precision == "bf16"))
-            update_s = clock.seconds(partial(lambda begin: begin().result(), submit))
+            update_s = clock.seconds(partial(beside_launches, submit, partial(small.add_, 1.0)))
             update[precision] = effort.num_params / update_s
             say(f"  {precision} gradients: {update[precision] / 1e9:.3g} G parameters/s")
         memory["together"] = measure_together(clock, submit, update_s)
     link = duplex * sum(fit.bytes_per_s for fit in (up, down))
     dram = shared_dram(memory["dram"], link, HOST_UPDATE_BYTES * update["bf16"], memory["together"])
     say(f"  beside copies in both directions: {memory['together'] / 1e9:.3g} GB/s of DRAM by all of them")
-    small = torch.zeros(1, device=device)
     launch_s = clock.seconds(lambda: [small.add_(1.0) for _ in range(LAUNCHED)], effort.link_seconds) / LAUNCHED
     say(f"launching an operator: {launch_s * 1e6:.3g} us")
     rates = Rates(

@@ -10,7 +10,6 @@ Believed is the file system, which has to give a file that is written another ti
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from deepstow.strategies.core.cgroups import usable_cores
 from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.sealed import WAITING, Damaged, digest_of, read_signed, signed, size_and_hash
 
@@ -33,7 +33,7 @@ class _Kept(BaseModel):
 
 def hashes(paths: Iterable[Path]) -> list[str]:
     """The SHA-256 of each file, in their order; several are read at a time. May raise OSError."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + WAITING, "hash") as pool:
+    with ThreadPoolExecutor(usable_cores() + WAITING, "hash") as pool:
         return list(pool.map(_hash, paths))
 
 

@@ -25,6 +25,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from deepstow.strategies.core.cgroups import usable_cores
 from deepstow.strategies.core.compose import degrees
 from deepstow.strategies.core.layout import Site
 from deepstow.strategies.core.plan import RUN, Place
@@ -215,7 +216,7 @@ def threads_of_each(num_ranks: int) -> int:
     with fewer ranks leaves cores idle.
     """
     given = os.environ.get("OMP_NUM_THREADS")
-    return int(given) if given else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return int(given) if given else max(1, usable_cores() // num_ranks)
 
 
 def _trained(num_ranks: int, config: RunConfig, threads: int) -> dict[str, Any]:

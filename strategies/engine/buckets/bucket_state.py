@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, parks_in_copy, rounded_to_fetch
 from deepstow.strategies.core.leads import leads
-from deepstow.strategies.core.moments import MomentsAs, blocks_of
+from deepstow.strategies.core.moments import HOST_CHUNK, MomentsAs, blocks_of
 from deepstow.strategies.core.plan import Home
 from deepstow.strategies.engine.buckets.gradient_state import GradientState
 from deepstow.strategies.engine.buckets.jobs import Job
@@ -219,8 +219,10 @@ class BucketState:
 
     def round_stretch(self, target: Tensor, stretch: Stretch) -> None:  # that is at hand
         assert stretch.master is not None
-        for part in (part for piece in self.pieces for part in piece.within(stretch)):
-            target[part.at :][: part.size].copy_(stretch.master[part.at - stretch.start :][: part.size])
+        parts = [part for piece in self.pieces for part in piece.within(stretch)]
+        sources = [stretch.master[part.at - stretch.start :][: part.size] for part in parts]
+        if parts:
+            torch._foreach_copy_([target[part.at :][: part.size] for part in parts], sources)
 
     def weight_of(self, index: int) -> Tensor:
         """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
@@ -263,6 +265,14 @@ class BucketState:
         if self.spec.resident:
             self.present = True
             self.views.show()
+
+    def touch_state(self) -> None:
+        """Zero the moments on the host, new memory that nobody has touched, in the thread and the pieces in which they
+        are updated: the system puts a page beside the core that touches it first.
+        """
+        for flat in self.moments if self.spec.site is not Site.DEVICE else []:
+            for part in flat.split(HOST_CHUNK):
+                part.zero_()
 
     def put_codes(self, index: int, value: Tensor) -> None:  # of a whole parameter, if it rests so
         if self.codes is not None:

@@ -12,6 +12,10 @@ events on any machine (``tests/helpers/doubles.py``).
 
 Refused: a change of the stream on which a stowed model runs, since COMPUTE is one stream.
 
+[Note: spare events] An accelerator's event is used again once nobody holds the ``Event`` that it was made for. A lane
+that was told to wait for it waits for what it was then, as CUDA, HIP and SYCL say, whatever it becomes later; and only
+who holds it can ask for it or wait for it later.
+
 [Note: redundant waits] An event of a lane says that everything before it in that lane is done. A lane that has waited
 for event 7 of UP need not wait for event 5 of UP. Each lane remembers the last event of each other lane that it waited
 for, which makes repeated waits free and lets callers wait for every event that could matter.
@@ -24,7 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -52,6 +56,11 @@ class Event:
     lane: Lane
     number: int
     handle: Any = None  # torch.Event where there are streams
+    spare: list[Any] | None = field(default=None, repr=False, compare=False)  # where that goes, at the end of this
+
+    def __del__(self) -> None:  # see [Note: spare events]
+        if self.spare is not None and self.handle is not None:
+            self.spare.append(self.handle)
 
 
 class Transfer:
@@ -64,6 +73,7 @@ class Transfer:
     def __init__(self) -> None:
         self._count: dict[Lane, int] = defaultdict(int)
         self._seen: dict[tuple[Lane, Lane], int] = defaultdict(int)
+        self._spare: list[Any] | None = None
         self.bytes_up = self.bytes_down = 0
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
@@ -86,7 +96,7 @@ class Transfer:
     def record(self, lane: Lane) -> Event:
         """A point after everything issued on ``lane`` so far."""
         self._count[lane] += 1
-        return Event(lane, self._count[lane], self._record(lane))
+        return Event(lane, self._count[lane], self._record(lane), self._spare)
 
     def wait(self, lane: Lane, *events: Event | None) -> None:
         """Nothing that is issued on ``lane`` from now on starts before ``events``. See [Note: redundant waits]."""
@@ -141,6 +151,7 @@ class AcceleratorTransfer(Transfer):
         super().__init__()
         self._streams = {lane: torch.Stream(device=device) for lane in (Lane.UP, Lane.DOWN, Lane.NET)}
         self._device = device
+        self._spare = self._events = list[torch.Event]()  # made, and held by nobody
         self._compute: torch.Stream | None = None
 
     @contextmanager
@@ -167,7 +178,10 @@ class AcceleratorTransfer(Transfer):
     def _record(self, lane: Lane) -> torch.Event | None:
         if lane is Lane.HOST:
             return None  # the worker's result is awaited before its event is used
-        event = torch.Event(device=self._device)
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = torch.Event(device=self._device)
         event.record(self._stream(lane))
         return event
 

@@ -10,13 +10,15 @@ team of threads costs more than it gains (benchmarks/records/2026-11-21_cpu-upda
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from queue import PriorityQueue
 from typing import Any, TypeVar
 
 import torch
+
+from deepstow.strategies.core.cgroups import ROOT, usable_cores
 
 T = TypeVar("T")
 
@@ -63,9 +65,9 @@ class Worker:
             self._thread.shutdown(wait=True)
 
 
-def spare_cores() -> int:
-    """The number of this process's cores, less one for Python."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+def spare_cores(root: Path = ROOT) -> int:
+    """The cores that this process may use, less one for Python; ``root`` as for ``usable_cores``."""
+    return max(1, usable_cores(root) - 1)
 
 
 def _use(threads: int, device: torch.device | None) -> None:

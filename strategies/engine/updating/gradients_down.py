@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
@@ -122,12 +123,13 @@ class GradientsDown:
         assert bucket.parked is not None
         self._transfer.host_wait(sent)
         self._transfer.uses(Lane.HOST, reads=[arrival], writes=[bucket.parked])
-        for piece in bucket.pieces_in(indices):
-            target, source = (flat[piece.at : piece.at + piece.size] for flat in (bucket.parked, arrival))
-            if piece.index in summed:
-                target.add_(source)
-            else:
-                target.copy_(source)
+        for change, some in (
+            (torch._foreach_add_, summed.intersection(indices)),
+            (torch._foreach_copy_, frozenset(indices) - summed),
+        ):
+            places = [slice(piece.at, piece.at + piece.size) for piece in bucket.pieces_in(some)]
+            if places:
+                change([bucket.parked[place] for place in places], [arrival[place] for place in places])
         return self._transfer.record(Lane.HOST)
 
     def measure(self, bucket: BucketState) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,16 +30,20 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from deepstow.strategies.core.optimizers import STATE, state_names
+from deepstow.strategies.engine.updating.at_once import adam_at_once
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Views that one call updates, in equal order. ``state`` has one list for each of the rule's ``names``."""
+    """Views that one call updates, in equal order. ``state`` has one list for each of the rule's ``names``. ``grads``
+    get their values from ``at_rest``, in a lower precision, if that is not empty.
+    """
 
     params: list[Tensor]
     grads: list[Tensor]
     state: list[list[Tensor]]
     steps: list[Tensor]
+    at_rest: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +132,33 @@ class UpdateRule:
         """Of a parameter group, by the optimizer's names, so that it can load the state dict."""
         return dict(self._defaults)
 
-    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
-        """Update in place. ``bad`` (only if ``flagged``): 1.0 skips the update."""
+    def update_all(
+        self, calls: Sequence[Operands], group: Mapping[str, Any], factor: Tensor | None, bad: Tensor | None = None
+    ) -> None:
+        """Update in place, one call after the other, with gradients times ``factor``. ``bad`` (only if ``flagged``):
+        1.0 skips the update.
+        """
+        if self.kernel.call in (adam, adamw) and group["fused"] and bad is None:
+            states = [dict(zip(self.names, on.state, strict=True)) for on in calls]
+            first, second, largest = ([state.get(name, []) for state in states] for name in STATE[self.kind])
+            params, grads, at_rest = (
+                [on.params for on in calls],
+                [on.grads for on in calls],
+                [on.at_rest for on in calls],
+            )
+            adam_at_once(
+                params, grads, at_rest, [on.steps for on in calls], first, second, largest, factor, group,
+                decoupled=self.kernel.call is adamw or group["decoupled_weight_decay"],
+            )  # fmt: skip
+            return
+        for on in calls:
+            self._update(on, group, factor, bad)
+
+    def _update(self, on: Operands, group: Mapping[str, Any], factor: Tensor | None, bad: Tensor | None) -> None:
+        if on.at_rest:
+            torch._foreach_copy_(on.grads, on.at_rest)
+        if factor is not None:
+            torch._foreach_mul_(on.grads, factor)
         given = {name: group[name] for name in self.kernel.options}
         if "betas" in given:
             given["beta1"], given["beta2"] = given.pop("betas")

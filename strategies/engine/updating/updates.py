@@ -36,6 +36,7 @@ at multiples of a vector from the start of the parameter, and the last chunk end
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ from deepstow.strategies.engine.ranks.replicas import OneRank
 from deepstow.strategies.engine.residency import Residency
 from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
-from deepstow.strategies.engine.updating.chunks import chunks_of
+from deepstow.strategies.engine.updating.chunks import Chunk, chunks_of
 from deepstow.strategies.engine.updating.moments import Moments
 from deepstow.strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
 
@@ -254,34 +255,48 @@ class Updates:
         if self.moments is not None:
             limit = min(limit, self.moments.chunk)
         assert stretch.master is not None
-        start, state = stretch.start, [stretch.master, *stretch.moments]
-        for call in chunks_of(bucket, job.touched, limit, stretch):
-            grads = [grad[chunk.start : chunk.stop] for chunk in call]
-            if bucket.spec.dtype != "float32":
-                assert scratch is not None
-                sizes = [part.numel() for part in grads]
-                places = list(scratch[: sum(sizes)].split(sizes))
-                for place, part in zip(places, grads, strict=True):
-                    place.copy_(part)
-                grads = places
-            if factor is not None:
-                torch._foreach_mul_(grads, factor)
-            # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count
-            # on copies.
-            steps = [counts[chunk.index] if chunk.last else counts[chunk.index].clone() for chunk in call]
-            masters, *moments = ([flat[chunk.start - start : chunk.stop - start] for chunk in call] for flat in state)
+        calls = list(chunks_of(bucket, job.touched, limit, stretch))
+        made = (self._operands(bucket, call, grad, stretch, scratch, counts) for call in calls)
+        if self.moments is None and not bucket.zeros_stay:
+            self._rule.update_all(list(made), job.group, factor, bad)
+            return
+        for call, on in zip(calls, made, strict=True):
+            at_rest = on
             if self.moments is not None:
-                moments = self.moments.expand(bucket, call)
+                on = replace(on, state=self.moments.expand(bucket, call))
             if bucket.spec.rounds:
                 assert self.moments is not None
-                at_rest, masters = masters, self.moments.expand_masters(masters)
-            pruned = [m for m, chunk in zip(masters, call, strict=True) if chunk.index in bucket.zeros_stay]
+                on = replace(on, params=self.moments.expand_masters(at_rest.params))
+            pruned = [m for m, chunk in zip(on.params, call, strict=True) if chunk.index in bucket.zeros_stay]
             with zeros_stay(pruned):
-                self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
+                self._rule.update_all([on], job.group, factor, bad)
             if self.moments is not None:
-                self.moments.compress(bucket, call, moments, steps)
+                self.moments.compress(bucket, call, on.state, on.steps)
                 if bucket.spec.rounds:
-                    self.moments.round_masters(bucket, call, masters, at_rest, steps)
+                    self.moments.round_masters(bucket, call, on.params, at_rest.params, on.steps)
+
+    def _operands(
+        self,
+        bucket: BucketState,
+        call: Sequence[Chunk],
+        grad: Tensor,
+        stretch: Stretch,
+        scratch: Tensor | None,
+        counts: Tensor,
+    ) -> Operands:
+        """The views of one call, as they rest."""
+        assert stretch.master is not None
+        state = (stretch.master, *stretch.moments)
+        masters, *moments = ([flat[c.start - stretch.start : c.stop - stretch.start] for c in call] for flat in state)
+        grads, at_rest = [grad[chunk.start : chunk.stop] for chunk in call], list[Tensor]()
+        if bucket.spec.dtype != "float32":
+            assert scratch is not None
+            sizes = [part.numel() for part in grads]
+            grads, at_rest = list(scratch[: sum(sizes)].split(sizes)), grads
+        # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count on
+        # copies.
+        steps = [counts[chunk.index] if chunk.last else counts[chunk.index].clone() for chunk in call]
+        return Operands(masters, grads, moments, steps, at_rest)
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:
