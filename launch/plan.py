@@ -139,7 +139,7 @@ def show(arguments: argparse.Namespace) -> None:
 
         before = priced(config, plan, machine)
     if evaluation.asked(config):
-        _, line = evaluation.rows(config, plan)
+        line = evaluation.rows(config, plan).line
         before += [line] if line else []
     write_line(full_report.text(plan, cost, advice(config, plan), plans, before))
     for line in beyond(config, plan.facts.run.positions):

@@ -64,17 +64,18 @@ def within(budget: str, rows: int | None, **training: Any) -> tuple[RunConfig, P
 
 def test_rows_that_nobody_set_are_lowered_until_they_fit() -> None:
     config, plan = within("400MiB", None)
-    rows, line = evaluation.rows(config, plan)
+    rows, peak, line = evaluation.rows(config, plan)
     counted = evaluation.count(config, evaluation.DEFAULT)
     assert 1 < rows < evaluation.DEFAULT and line.startswith(f"evaluation: {rows} rows at a time, since 8 take ")
     room = (400 << 20) - plan.beside()
     assert counted.of(rows) <= room < counted.of(rows + 1)
-    assert evaluation.rows(*within("2GiB", None)) == (evaluation.DEFAULT, "")
+    assert peak == plan.beside() + counted.of(rows) <= 400 << 20
+    assert evaluation.rows(*within("2GiB", None)).rows == evaluation.DEFAULT
 
 
 def test_rows_that_the_config_sets_are_refused_with_the_most_that_fit() -> None:
-    most, _ = evaluation.rows(*within("400MiB", None))
-    assert evaluation.rows(*within("400MiB", most)) == (most, "")
+    most = evaluation.rows(*within("400MiB", None)).rows
+    assert evaluation.rows(*within("400MiB", most)).rows == most
     with pytest.raises(ConfigError, match=f"per_device_eval_batch_size = {most + 1}: .* that fits is {most}$"):
         evaluation.rows(*within("400MiB", most + 1))
 

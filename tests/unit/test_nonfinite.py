@@ -106,14 +106,18 @@ def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
 
 
 def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
+    """The scaler has skipped the update, and has halved its scale since."""
     from deepstow.trainer.run.nonfinite import NonFinite, StopNonFinite
 
-    cases = product(((True, 65536.0), (True, 2.0), (True, 1.0), (False, 65536.0)), (None, "the engine"))
-    for (fp16, scale), stowed in cases:
+    for scale, stowed, skipped in product((32768.0, 1.0, 0.5), (None, "the engine"), (True, False)):
         scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
         accelerator = SimpleNamespace(scaler=scaler, stowed=stowed, last_norm=math.inf)
-        trainer = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None)
-        trainer.not_finite = lambda step, what: NonFinite(what)
-        args, state = SimpleNamespace(fp16=fp16), SimpleNamespace(global_step=1)
-        with nullcontext() if fp16 and scale > 1.0 else pytest.raises(NonFinite):
-            StopNonFinite(trainer).on_pre_optimizer_step(args, state, None)  # type: ignore[arg-type]
+        accelerator.optimizer_step_was_skipped = skipped
+        args, state = SimpleNamespace(fp16=True, world_size=1), SimpleNamespace(global_step=1)
+        trainer = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None, state=state)
+        trainer.not_finite = lambda step, what: NonFinite(f"{step}: {what}")
+        stop: Any = StopNonFinite(trainer)
+        ends = skipped and scale < 1.0
+        with pytest.raises(NonFinite, match="2: the gradient norm is inf") if ends else nullcontext():
+            stop.on_pre_optimizer_step(args, state, None)
+            stop.on_optimizer_step(args, state, None)

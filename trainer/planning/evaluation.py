@@ -13,8 +13,9 @@ Not counted: metrics of one's own, generated samples, and evaluations of a pipel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from deepstow.strategies.core.facts import Home
 from deepstow.strategies.core.sizes import human
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.model.count_cache import cached
@@ -51,29 +52,45 @@ def asked(config: RunConfig) -> bool:
     return any((config.data.eval_path, config.data.eval_split, config.data.eval_fraction))
 
 
-def rows(config: RunConfig, plan: Plan) -> tuple[int, str]:
-    """How many rows an evaluation takes at a time, and a line where they are fewer than Hugging Face's; empty if not.
-    Raise ConfigError if those of the config do not fit, or not even one does.
+class Taken(NamedTuple):
+    """How many ``rows`` an evaluation takes at a time; the ``peak`` of the device in it, bytes, with what training has
+    there (0: not counted); and a ``line`` about it, where there is something to say.
     """
+
+    rows: int
+    peak: int = 0
+    line: str = ""
+
+
+def rows(config: RunConfig, plan: Plan) -> Taken:
+    """How many rows an evaluation takes. Raise ConfigError if those of the config do not fit, or not even one does."""
     given = config.training.per_device_eval_batch_size
     wanted = given or DEFAULT
     if plan.facts.run.stages > 1:
-        return wanted, ""
+        return Taken(wanted)
     try:
         counted = cached(config, Evaluation, lambda: count(config, wanted), what=f"evaluation of {wanted}")
     except Exception as error:  # forward without labels may do what the one that was counted for training does not
-        return wanted, f"evaluation: its memory is not counted: {first_line(error)}"
+        return Taken(wanted, line=f"evaluation: its memory is not counted: {first_line(error)}")
     room = room_of(config, plan)
     most = counted.fitting(room)
     if wanted <= most:
-        return wanted, ""
+        return _taken(counted, wanted, plan)
     what = f"{human(counted.of(wanted))} on the device, where the plan leaves {human(room)}"
     if most == 0:
         cure = "lower data.max_length, give training more memory, or leave the held-out rows out"
         raise ConfigError(f"evaluation: one row of {config.data.max_length} tokens takes {what}; {cure}")
     if given is not None:
         raise config.error(KEY, given, f"an evaluation of so many rows takes {what}; the largest that fits is {most}")
-    return most, f"evaluation: {most} row{'s' if most > 1 else ''} at a time, since {DEFAULT} take {what}"
+    return _taken(counted, most, plan, f", since {DEFAULT} take {what}")
+
+
+def _taken(counted: Evaluation, number: int, plan: Plan, why: str = "") -> Taken:
+    """``why``: they are fewer than Hugging Face's."""
+    peak = plan.beside() + counted.of(number)
+    more = f"; the device has {human(peak)} then, more than in training" if peak > plan.peak(Home.DEVICE) else ""
+    line = f"evaluation: {number} row{'s' if number > 1 else ''} at a time{why}{more}" if why or more else ""
+    return Taken(number, peak, line)
 
 
 def room_of(config: RunConfig, plan: Plan) -> int:

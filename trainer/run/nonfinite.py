@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
 from deepstow.strategies.engine.tensors.nested import tensors_in
+from deepstow.strategies.engine.transfer.transfer import Event, Transfer, transfer_for
 from deepstow.trainer.errors import ExitCode, UserError
 from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
 
@@ -35,31 +37,84 @@ class NonFinite(UserError):
     code = ExitCode.NON_FINITE
 
 
-class StopNonFinite(TrainerCallback):
-    """Checks the gradient norm before each update; not where the memory engine skips such steps itself.
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An update whose norm the host will know once an event has passed, and what is needed to look for its cause."""
 
-    On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
+    step: int
+    norm: Tensor
+    known: Event
+    loss: Tensor
+    inputs: Any
+
+
+class StopNonFinite(TrainerCallback):
+    """Looks at the gradient norm of each update; not where the memory engine skips such steps itself.
+
+    On the host the norm is known before the update. On an accelerator nobody waits for it: a fused optimizer skips this
+    update and all later ones by a number on the device, the one that torch's scaler of losses sets, and the host looks
+    when the norm has come. ``settle`` waits for all norms: before a record, and before weights are evaluated or saved.
+    Ranks look together, at the norm of the step before. Other optimizers cannot skip; their norms are waited for.
+
+    A scaler of losses (fp16) skips updates itself, and knows it after the update.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._waiting: list[_Update] = []
+        self._bad: Tensor | None = None  # on the device; 1.0: the norm of some update was not finite
+        self._transfer: Transfer | None = None
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        if accelerator.stowed is not None or accelerator.last_norm is None or args.fp16:  # DeepSpeed has a scale, too
+            return
+        self._look(waits=args.world_size > 1)
+        norm = torch.as_tensor(accelerator.last_norm).detach()
+        self._transfer = self._transfer or transfer_for(norm.device)
+        told = self._transfer.told(norm)
+        self._waiting.append(_Update(state.global_step + 1, *told, trainer.last_loss, trainer.last_inputs))
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
+        if norm.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.settle()
+            return
+        bad = norm.isfinite().logical_not().float()
+        self._bad = optimizer.found_inf = bad if self._bad is None else torch.maximum(self._bad, bad)
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
-        norm = accelerator.last_norm
-        skips = accelerator.stowed is not None and accelerator.scaler is None
-        if skips or norm is None or bool(torch.as_tensor(norm).isfinite()):
+        if accelerator.scaler is None or accelerator.last_norm is None or not accelerator.optimizer_step_was_skipped:
             return
-        if args.fp16 and _can_be_lowered(accelerator.scaler):
-            return
-        state.global_step += 1  # the step that is not taken; its numbers are logged nevertheless
-        self._trainer.log({"loss": float(self._trainer.last_loss), "grad_norm": float(norm)})
-        raise self._trainer.not_finite(state.global_step, f"the gradient norm is {float(norm)}")
+        if float(accelerator.scaler.get_scale()) < MINIMAL_SCALE:  # lowered from the minimum
+            self._end(state.global_step + 1, float(accelerator.last_norm), float(self._trainer.last_loss))
 
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if control.should_training_stop:
+            self.settle()
 
-def _can_be_lowered(scaler: Any) -> bool:
-    """Whether overflows are expected, since fp16's loss scale is being found. DeepSpeed raises if it cannot."""
-    return scaler is None or float(scaler.get_scale()) > MINIMAL_SCALE
+    def settle(self) -> None:
+        """Raise NonFinite if the norm of an update was not finite; waits for the norms of all."""
+        self._look(waits=True)
+
+    def _look(self, *, waits: bool) -> None:
+        while self._waiting:
+            update, transfer = self._waiting[0], self._transfer
+            assert transfer is not None
+            if not transfer.done(update.known):
+                if not waits:
+                    return
+                transfer.host_wait(update.known)
+            self._waiting.pop(0)
+            if not update.norm.isfinite():
+                self._waiting.clear()
+                self._trainer.last_inputs = update.inputs
+                self._end(update.step, float(update.norm), float(update.loss))
+
+    def _end(self, step: int, norm: float, loss: float) -> None:
+        """The step was not taken; its numbers are logged nevertheless."""
+        self._trainer.state.global_step = step
+        self._trainer.log({"loss": loss, "grad_norm": norm})
+        raise self._trainer.not_finite(step, f"the gradient norm is {norm}")
 
 
 def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:

@@ -104,7 +104,7 @@ class Run:
     stage: Stage | None = None
     lesson: teacher.Lesson | None = None  # what a teacher is asked before training
     smaller: Smaller | None = None  # what becomes of the model before training
-    eval_rows: int | None = None  # at a time, on each device
+    evaluating: evaluation.Taken | None = None  # of the rows that are held out
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
     weights: list[list[int]] = field(default_factory=list)  # ``inputs.files_now``, before they were read
@@ -141,8 +141,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form=form, weights=weights)
     before = teaching.priced(config, plan, machine)
     if prepared.eval is not None:
-        run.eval_rows, line = evaluation.rows(config, plan)
-        before += [line] if line else []
+        run.evaluating = evaluation.rows(config, plan)
+        before += [run.evaluating.line] if run.evaluating.line else []
     run.files = show_plan(run, plans, before)
     with explained(config, ranks, machine):
         for each in plans:
@@ -266,8 +266,8 @@ def make_arguments(run: Run) -> TrainingArguments:
     given: dict[str, Any] = dict(run.config.training.arguments())
     if run.prepared.eval is None:
         given["eval_strategy"] = "no"
-    if run.eval_rows is not None:
-        given["per_device_eval_batch_size"] = run.eval_rows
+    if run.evaluating is not None:
+        given["per_device_eval_batch_size"] = run.evaluating.rows
     if deepspeed.clips_itself(run.plan):
         given["max_grad_norm"] = 0.0
     if run.plan.layout is not None:
@@ -372,7 +372,14 @@ def make_trainer(run: Run) -> Trainer:
     plan_check = None
     if run.files is not None:
         shown = run.files.get("plan.json", "")
-        plan_check = PlanCheck(run.plan, run.folder, shown, recomputes=training.recomputes, without_mask=without_mask)
+        plan_check = PlanCheck(
+            run.plan,
+            run.folder,
+            shown,
+            recomputes=training.recomputes,
+            without_mask=without_mask,
+            evaluating=run.evaluating.peak if run.evaluating else 0,
+        )
     model: Any = make_model(run)
     if run.config.model.quantization_config is not None and run.plan.layout is None:
         model.to(arguments.device)  # Hugging Face leaves quantised models where they are

@@ -109,6 +109,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         shown: what ``plan.json`` has, on the first rank.
         recomputes: Hugging Face's checkpointing is on.
         without_mask: counts the bytes that each unit saves of full rows of one document each.
+        evaluating: the planned peak of the device in an evaluation, bytes; 0 if it is not counted. It counts once there
+            has been one.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         *,
         recomputes: bool,
         without_mask: Callable[[], Mapping[str, int]] = dict,
+        evaluating: int = 0,
     ) -> None:
         self._plan, self._folder, self._shown, self._without_mask = plan, folder, shown, without_mask
+        self._evaluating, self._evaluated = evaluating, False
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
         self._masked, self._tokens = True, 0  # of the micro-batch that is counted: it needs a mask; tokens in a row
@@ -175,6 +179,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and step == LAST:
             self._compare_seconds()
 
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._evaluated = True
+
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and state.global_step < LAST:
             self._compare_seconds()
@@ -222,7 +229,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         on_device = device_peak_bytes()
         host = plan.peak(Home.HOST)
         if on_device is not None:
-            yield Comparison("device, peak", plan.peak(Home.DEVICE), on_device)
+            planned = max(plan.peak(Home.DEVICE), self._evaluating if self._evaluated else 0)
+            yield Comparison("device, peak", planned, on_device)
         else:
             host += plan.peak(Home.DEVICE)  # the device is this machine's memory
         host += mapped_bytes(plan.layout) if plan.layout is not None else 0

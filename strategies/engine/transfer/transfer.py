@@ -106,6 +106,12 @@ class Transfer:
             self._seen[lane, event.lane] = event.number
             self._wait(lane, event)
 
+    def told(self, value: Tensor) -> tuple[Tensor, Event]:
+        """A copy of a few numbers on the host, to be read once the event has passed."""
+        copy = torch.empty_like(value, device="cpu", pin_memory=value.device.type != "cpu")
+        copy.copy_(value, non_blocking=True)
+        return copy, self.record(Lane.COMPUTE)
+
     def poison(self, lane: Lane, region: Tensor) -> None:
         """Fill ``region`` with NaN, or 0, on ``lane``, so that reading it before the copy that follows shows."""
         with self.on(lane):

@@ -3,7 +3,8 @@
 The update multiplies every gradient with the factor as it reads it. It is torch's: ``max_norm / (norm + 1e-6)``, at
 most 1. A loop gives it by ``clip``, or by multiplying each ``param.grad``, as ``torch.nn.utils.clip_grad_norm_`` does.
 A GradScaler (fp16) multiplies all by the inverse of the loss's scale first. That is a power of two, so it is one factor
-with clipping's: to multiply by it rounds nothing, be it gradients, norms or the other factor.
+with clipping's: to multiply by it rounds nothing, be it gradients, norms or the other factor. ``step`` looks whether it
+is one: a GradScaler has waited for the device by then.
 
 If updates begin in backward, the norm is not known yet. Then nothing is clipped, and a gradient that is not finite
 skips the update of its bucket and of all later ones in this step; if the loss itself is not finite that is all of them.
@@ -32,7 +33,7 @@ from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.buckets.jobs import Scale
 from deepstow.strategies.engine.tensors.torch_functions import writes_to
-from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Transfer
 from deepstow.strategies.engine.updating.gradients import Gradients
 from deepstow.strategies.engine.updating.norms import norms_of
 
@@ -53,10 +54,11 @@ class Clipping:
         ] = {}  # by id: a factor, its count of writes, its value then
         self._multiplied = False  # by the loop, in their places
         self._unscale: Tensor | None = None  # the inverse of the loss's scale, once a GradScaler has multiplied by it
+        self._inverse: tuple[Tensor, Event] | None = None  # the same on the host, once the event has passed
 
     def clear(self) -> None:
         """The step is made, or its gradients are discarded."""
-        self.scale = self._unscale = None
+        self.scale = self._unscale = self._inverse = None
         self._factors.clear()
         self._numbers.clear()
         self._multiplied = False
@@ -79,13 +81,21 @@ class Clipping:
             raise RuntimeError(
                 f"a GradScaler needs all gradients first, and {IN_BACKWARD}, or update_in_backward=False"
             )
-        if math.frexp(float(inverse))[0] != 0.5:  # the scaler waits for the device anyway, before the step
-            raise RuntimeError(f"a loss scale of 1 / {float(inverse)}: a stowed model's is a power of two")
         if self.scale is not None:  # a clipping of gradients that were still scaled
             self._carry_out()
         norm = self._gradients.norm(self._device)
         self._unscale = inverse.to(self._device, torch.float32).reshape(())
+        self._inverse = self._transfer.told(self._unscale)
         return torch.logical_not(norm.isfinite()).float()
+
+    def _refuse_odd_scale(self) -> None:
+        if self._inverse is None:
+            return
+        inverse, known = self._inverse
+        if not self._transfer.done(known):
+            self._transfer.host_wait(known)
+        if math.frexp(float(inverse))[0] != 0.5:
+            raise RuntimeError(f"a loss scale of 1 / {float(inverse)}: a stowed model's is a power of two")
 
     @property
     def of_scaled_loss(self) -> bool:
@@ -104,6 +114,7 @@ class Clipping:
 
     def of_step(self, buckets: Sequence[BucketState]) -> Scale:
         """The scale of a step; ``buckets`` are those with gradients."""
+        self._refuse_odd_scale()
         if self.scale is None and (self._factors or self._multiplied):
             self._scale_of_loop()
         elif self.scale is None:
@@ -117,9 +128,9 @@ class Clipping:
             bad = torch.maximum(bad, before.bad)
         if self._unscale is not None:
             factor = self._of_loss(torch.ones_like(bad) if factor is None else factor)
-        on_host = torch.empty(2, pin_memory=self._device.type != "cpu")
-        on_host.copy_(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]), non_blocking=True)
-        return Scale(factor, bad, on_host, self._transfer.record(Lane.COMPUTE))
+        return Scale(
+            factor, bad, *self._transfer.told(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]))
+        )
 
     # --- param.grad, to be read and multiplied -----------------------------------------------------------------------
 

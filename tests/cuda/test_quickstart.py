@@ -1,0 +1,114 @@
+"""The quickstart and its variants by ``launch/train.py``: the bits of plain training of the same precision and rows,
+resumed, exported and read again.
+
+Losses, norms and exported weights of a variant are compared with those of the plain run on this device. Of plain runs
+the losses are compared with the CPU's, whose kernels the fake has.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepstow.launch.train import main
+from tests.e2e.commands import REPO, metrics
+
+SMALL = {
+    "model.config.hidden_size": 192, "model.config.intermediate_size": 512, "model.config.num_hidden_layers": 3,
+    "training.max_steps": 4, "training.warmup_steps": 1, "training.logging_steps": 1, "training.save_steps": 2,
+    "training.eval_steps": 4,
+}  # fmt: skip
+BUDGET = "strategies.offload.gpu_memory"
+PLAIN = {"strategies.offload": "null", "strategies.recompute": "null"}
+LORA = {"model.lora": "{r: 8, target_modules: all-linear}"}
+ALIKE: dict[str, dict[str, Any]] = {  # what changes numbers, and is the same on both sides
+    "fp32": {},
+    "bf16": {"training.bf16": "true"},
+    "fp16": {"training.fp16": "true"},
+    "packed": {"data.packing": "true"},
+    "LoRA": LORA,
+    "not clipped": {"training.max_grad_norm": 0},
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quickstart": ("fp32", {BUDGET: "20MiB"}),
+    "offload": ("fp32", {BUDGET: "50MiB", "strategies.recompute": "null"}),
+    "full recompute": ("fp32", {BUDGET: "20MiB", "strategies.recompute.policy": "full"}),
+    "streamed": ("fp32", {BUDGET: "20MiB", "strategies.offload.site": "streamed"}),
+    "bf16": ("bf16", {BUDGET: "20MiB"}),
+    "fp16": ("fp16", {BUDGET: "34MiB"}),
+    "packed": ("packed", {BUDGET: "20MiB"}),
+    "LoRA": ("LoRA", {BUDGET: "20MiB"}),
+    "passing": ("not clipped", {BUDGET: "20MiB", "strategies.offload.gradients": "passing"}),
+    "disk": ("fp32", {BUDGET: "20MiB"}),
+}
+
+
+class Left:
+    """What a run has left in ``folder``."""
+
+    def __init__(self, folder: Path, changes: dict[str, Any]) -> None:
+        torch.accelerator.reset_peak_memory_stats()
+        given = {**SMALL, "training.output_dir": folder, **changes}
+        arguments = [f"{key}={value}" for key, value in given.items()]
+        assert main(["--config", str(REPO / "configs/quickstart.yaml"), *arguments]) == 0
+        self.records = metrics(folder)
+        self.steps = [(each["step"], each["loss"], each.get("grad_norm")) for each in self.records if "loss" in each]
+        name = "adapter_model.safetensors" if "model.lora" in changes else "model.safetensors"
+        self.weights = load_file(folder / "export" / name)
+
+    def unlike(self, other: "Left") -> list[str]:
+        """What differs to the last bit, of the steps that both have logged."""
+        number = min(len(self.steps), len(other.steps))
+        found = [] if self.steps[-number:] == other.steps[-number:] else ["losses or norms"]
+        found += sorted(self.weights.keys() ^ other.weights.keys())
+        both = self.weights.keys() & other.weights.keys()
+        return found + [name for name in both if not torch.equal(self.weights[name], other.weights[name])]
+
+
+@pytest.fixture(scope="session")
+def plainly(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Plain training on this device, once for all variants."""
+    known: dict[str, Left] = {}
+
+    def of(name: str) -> Left:
+        if name not in known:
+            known[name] = Left(tmp_path_factory.mktemp("plain"), {**PLAIN, **ALIKE[name]})
+        return known[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_has_the_bits_of_plain_training(name: str, plainly: Any, tmp_path: Path) -> None:
+    alike, changes = VARIANTS[name]
+    changes = {**ALIKE[alike], **changes}
+    if name == "disk":
+        (tmp_path / "disk").mkdir()
+        changes |= {"strategies.offload.disk": tmp_path / "disk"}
+    found = Left(tmp_path / "run", changes)
+    assert len(found.steps) == 4 and found.unlike(plainly(alike)) == []
+
+
+def test_resumed_in_the_middle(plainly: Any, tmp_path: Path) -> None:
+    """In another process's place: a new session, from the checkpoint of step 2."""
+    Left(tmp_path, {BUDGET: "20MiB", "training.max_steps": 2, "training.lr_scheduler_type": "constant"})
+    resumed = {BUDGET: "20MiB", "training.lr_scheduler_type": "constant", "training.resume_from_checkpoint": "auto"}
+    found = Left(tmp_path, resumed)
+    whole = Left(tmp_path / "whole", {BUDGET: "20MiB", "training.lr_scheduler_type": "constant"})
+    assert [step for step, *_ in found.steps] == [1, 2, 3, 4] and found.unlike(whole) == []
+
+
+def test_moments_in_int8_train_nearly_the_same(plainly: Any, tmp_path: Path) -> None:
+    found, wanted = Left(tmp_path, {BUDGET: "20MiB", "strategies.offload.moments": "int8"}), plainly("fp32")
+    assert found.unlike(wanted) != [], "the moments are rounded"
+    for (_, loss, _), (_, other, _) in zip(found.steps, wanted.steps, strict=True):
+        assert loss == pytest.approx(other, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["fp32", "packed"])
+def test_plain_training_has_the_losses_of_the_cpu(name: str, plainly: Any, tmp_path: Path) -> None:
+    there = plainly(name).steps
+    here = Left(tmp_path, {**PLAIN, **ALIKE[name], "training.use_cpu": "true"}).steps
+    assert [loss for _, loss, _ in there] == [loss for _, loss, _ in here]
