@@ -1,0 +1,221 @@
+"""Simulated: what is planned for published degrees, our configs and large models, to compare after the planner changes.
+
+    python -m deepstow.benchmarks.plan_record --out RECORD.json            what this code plans
+    python -m deepstow.benchmarks.plan_record --out NEW.json --compare OLD.json
+    python -m deepstow.benchmarks.plan_record --judge NEW.json --compare OLD.json       in the tree of an earlier commit
+
+A record has a choice and its simulated seconds by name: degrees of ``published_choices``, or where each bucket is.
+``--compare`` exits with 1 if a step is more than ``SLOWER`` times as long as in OLD. Two simulators cannot be compared
+by their seconds; so ``--judge`` prices the choices of NEW by the simulator of the code that runs it, in its tree.
+Buckets are found by their parameters there, so they have to be cut as that code cuts them for one of its capacities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+
+from deepstow.benchmarks import published_choices as published
+from deepstow.launch import plan as command
+from deepstow.strategies.core.layout import Bucket
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.planner.buckets import PARTS, block_bytes, form
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
+from deepstow.strategies.planner.hybrid.parts import Models
+from deepstow.strategies.planner.hybrid.search import Options, hybrid
+from deepstow.strategies.planner.hybrid.step_seconds import Pricing
+from deepstow.strategies.planner.step_cost import plan_cost, seconds_of
+from deepstow.strategies.report.table import table
+from deepstow.trainer.errors import ConfigError
+
+REPO = Path(command.__file__).resolve().parents[1]
+SLOWER = 1.01
+RANKS = {"pipeline": 2, "tensor": 2, "experts": 2, "zero": 2, "llama-70b": 64}
+CONFIGS = ("finetune", "offload", "quickstart", "recompute", *RANKS)
+LLAMA: Mapping[str, Mapping[str, int]] = {
+    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 32, "vocab_size": 32000},
+    "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+            "num_key_value_heads": 40, "vocab_size": 32000},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "vocab_size": 32000},
+}  # fmt: skip
+DEGREES = "degrees"  # of all papers
+CLIPPED, NOT = {"training.max_grad_norm": 1.0}, {"training.max_grad_norm": 0.0}
+# model, machine, ranks, budget on the device, free memory of the host, and what else differs
+CASES: tuple[tuple[str, str, int, str, str, Mapping[str, object]], ...] = (
+    ("7B", "rtx4090-pcie4", 1, "20GiB", "128GiB", CLIPPED),
+    ("7B", "rtx4090-pcie4", 1, "20GiB", "128GiB", NOT),
+    ("7B", "rtx4090-pcie4", 1, "12GiB", "128GiB", {**CLIPPED, "training.gradient_accumulation_steps": 4}),
+    ("7B", "h100-pcie5", 1, "40GiB", "256GiB", CLIPPED),
+    ("7B", "h100-pcie5", 1, "70GiB", "256GiB", NOT),
+    ("7B", "h100-pcie5", 1, "24GiB", "128GiB", {**CLIPPED, "strategies.offload.moments": "int8"}),
+    ("13B", "h100-pcie5", 1, "70GiB", "256GiB", CLIPPED),
+    ("13B", "rtx4090-pcie4", 1, "20GiB", "256GiB", CLIPPED),
+    ("13B", "a100-80g-sxm", 8, "40GiB", "1TiB", {**CLIPPED, "strategies.zero.stage": 3}),
+    ("70B", "h100-sxm-pcie5", 8, "70GiB", "2TiB", {**CLIPPED, "strategies.zero.stage": 3}),
+    ("70B", "h100-pcie5", 1, "70GiB", "2TiB", CLIPPED),
+)  # fmt: skip
+Choice = dict[str, Any]  # "seconds", None where nothing is simulated, and what was chosen
+
+
+def degrees(price: Mapping[str, Choice] = {}) -> Iterator[tuple[str, Choice]]:
+    """The first of the search for what each paper trained, or the price of those that are given."""
+    known = [(gpt, 8 * stages, sequences) for gpt, stages, sequences, _ in published.SECONDS]
+    known += [(gpt, 8 * stages * data, sequences) for gpt, stages, data, sequences, _ in published.TERAFLOPS]
+    for gpt, ranks, sequences in known:
+        name = f"{gpt.name}, {gpt.year}, {ranks} ranks"
+        machine, cluster = published.setting(gpt, ranks)
+        facts = {Size(b, t): published.rank_facts(gpt, machine, b, t) for b in (1, 2, 4) for t in (1, 2, 4, 8)}
+        policies = ("none", "full") if gpt.year == 2021 else ("none", "selective", "full")
+        if name in price:
+            chosen = TypeAdapter(Degrees).validate_python(price[name]["degrees"])
+            rates = facts[chosen.size].machine.rates
+            assert rates is not None
+            yield name, {"seconds": Pricing(Models(facts), cluster, rates).price(chosen).seconds}
+        else:
+            options = Options(published.without_zero_2, policies, (Stowed.NOTHING,))
+            best = hybrid(facts, cluster, sequences, options).best[0]
+            yield name, {"seconds": best.price.seconds, "degrees": to_jsonable_python(best.degrees)}
+
+
+def plans() -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """Names, and what plans."""
+    for name in CONFIGS:
+        asked = ["--config", str(REPO / f"configs/{name}.yaml"), "--profile", "h100-sxm-pcie5"]
+        yield f"configs/{name}.yaml", _planner(asked, RANKS.get(name, 1))
+    for model, machine, ranks, device, host, other in CASES:
+        keys = {
+            "model.config": {"model_type": "llama", "max_position_embeddings": 4096, **LLAMA[model]},
+            "model.tokenizer": "none", "data.path": "random tokens", "data.max_length": 2048, "training.bf16": True,
+            "training.gradient_checkpointing": True, "training.per_device_train_batch_size": 1,
+            "strategies.offload.gpu_memory": device, **other,
+        }  # fmt: skip
+        asked = ["--config", str(REPO / "configs/base.yaml"), "--profile", machine, "--host-memory", host]
+        asked += [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        said = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in other.items())
+        yield f"{model}, {ranks} x {machine}, {device}, {said}", _planner(asked, ranks)
+
+
+def _planner(asked: list[str], ranks: int) -> Callable[[], Plan]:
+    def made() -> Plan:
+        from deepstow.trainer.planning.from_config import plan_of
+
+        given = command.parse([*asked, "--world-size", str(ranks)])
+        return plan_of(command.config_of(given), command.ranks_of(given), command.machine_of(given))
+
+    return made
+
+
+OF_A_BUCKET = {field.name for field in fields(Bucket)} - {"units", "sizes", "offsets", "num_elements", "params"}
+
+
+def chosen(plan: Plan) -> Choice:
+    """What a plan decides, and its seconds."""
+    cost, layout = plan_cost(plan), plan.layout
+    keeps = [to_jsonable_python(plan.keep(unit.name)) for unit in plan.facts.units]
+    found: Choice = {"seconds": cost.seconds if cost else None, "keeps": _runs(keeps)}
+    if layout is not None:
+        every = to_jsonable_python(layout)
+        found["layout"] = {key: value for key, value in every.items() if key not in ("buckets", "units", "bound_s")}
+        default = {field.name: to_jsonable_python(field.default) for field in fields(Bucket)}
+        found["buckets"] = [
+            {"first": one["params"][0], "params": len(one["params"])}
+            | {key: one[key] for key in sorted(OF_A_BUCKET) if key != "name" and one[key] != default[key]}
+            for one in every["buckets"]
+        ]
+    return found
+
+
+def _runs(keeps: list[Any]) -> list[Any]:
+    """Equal neighbours once, with their number."""
+    found: list[Any] = []
+    for each in keeps:
+        plain = {key: value for key, value in each.items() if key not in ("unit", "name")}
+        if found and found[-1][1] == plain:
+            found[-1][0] += 1
+        else:
+            found.append([1, plain])
+    return found
+
+
+def priced(plan: Plan, choice: Choice) -> float | None:
+    """The seconds of ``choice`` by this code's simulator, on the facts and for the keeps of its own ``plan``."""
+    if "buckets" not in choice or plan.layout is None or plan.facts.machine.rates is None:
+        return None
+    wanted, ways = choice["buckets"], plan.layout.buckets[0].ways
+    block = block_bytes(plan.facts)
+    own = [plan.layout.buckets, *(form(plan.facts, -(-block // part), ways) for part in (1, *PARTS))]
+    for buckets in own:
+        if [(one.params[0], len(one.params)) for one in buckets] == [(one["first"], one["params"]) for one in wanted]:
+            bare = [{key: value for key, value in one.items() if key not in ("first", "params")} for one in wanted]
+            plain = [_bare(bucket) | one for bucket, one in zip(buckets, bare, strict=True)]
+            layout = replace(plan.layout, buckets=tuple(map(TypeAdapter(Bucket).validate_python, plain)))
+            return seconds_of(plan.facts, layout, plan.facts.machine.rates)
+    return None
+
+
+def _bare(bucket: Bucket) -> dict[str, Any]:
+    found: dict[str, Any] = to_jsonable_python(bucket)
+    keep = {"name", "units", "params", "sizes", "offsets", "num_elements"}
+    return {key: value for key, value in found.items() if key in keep}
+
+
+def record(judged: Mapping[str, Choice] | None = None, only: str = "") -> dict[str, Choice]:
+    """What this code chooses, or its seconds of what is ``judged``; of those whose names contain ``only``."""
+    found = dict(degrees(judged or {})) if only in DEGREES else {}
+    for name, make in plans():
+        if only not in name:
+            continue
+        try:
+            plan = make()
+        except ConfigError as error:
+            found[name] = {"seconds": None, "refused": str(error)}
+        else:
+            found[name] = chosen(plan) if judged is None else {"seconds": priced(plan, judged.get(name, {}))}
+        print(name, found[name]["seconds"], file=sys.stderr, flush=True)
+    return found
+
+
+def compared(old: Mapping[str, Choice], new: Mapping[str, Choice]) -> tuple[list[str], bool]:
+    """The table, and whether a step is too slow or missing."""
+    rows, slow = [], False
+    for name, before in old.items():
+        after = new.get(name, {"seconds": None})
+        first, second = before["seconds"], after["seconds"]
+        ratio = second / first if first and second else None
+        slow |= bool(first) and (ratio is None or ratio > SLOWER)
+        same = {**before, "seconds": 0} == {**after, "seconds": 0}
+        numbers = ("-" if each is None else f"{each:.5g}" for each in (first, second, ratio))
+        rows.append((name, *numbers, "same" if same else "another"))
+    return table(("case", "before", "after", "ratio", "choice"), rows, markdown=True), slow
+
+
+def main() -> int:
+    """See the module docstring. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in ("out", "judge", "compare"):
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--only", default="", help=f"of names that contain it, or {DEGREES}")
+    given = parser.parse_args()
+    found = record(json.loads(given.judge.read_text()) if given.judge else None, given.only)
+    if given.out:
+        lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+        given.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    if not given.compare:
+        return 0
+    lines_, slow = compared(json.loads(given.compare.read_text()), found)
+    print("\n".join(lines_))
+    return int(slow)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
