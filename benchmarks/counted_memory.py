@@ -71,7 +71,7 @@ def _t5() -> Any:
 
 
 def _bert() -> Any:
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
             vocab_size=WORDS, intermediate_size=160, max_position_embeddings=LENGTH, **HEADS, **dropout
@@ -80,7 +80,7 @@ def _bert() -> Any:
 
 
 def _vit() -> Any:
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.ViTConfig(
         image_size=32, patch_size=4, intermediate_size=160, num_labels=10, **HEADS, **dropout
     )

@@ -37,7 +37,7 @@ ROWS, LENGTH, NORM = 1, 8, 1.0
 def side(layers: int, offload: Mapping[str, Any] | None) -> Callable[[], None]:
     """What makes a step, clipped."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=layers, use_cache=False))
     ids = torch.arange(1, ROWS * LENGTH + 1).view(ROWS, LENGTH)
     optimizer: Any
