@@ -13,12 +13,14 @@ from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.norms import together
 from deepstow.trainer.machine.block_timing import UnitClock
 from deepstow.trainer.machine.probe import probe
+from tests.accelerator import chosen
 from tests.helpers import sides
 from tests.helpers.models import build
 
 SLOW_US = 200_000
 
 
+@pytest.mark.simulated("names its device")
 def test_the_table_and_what_torch_says(there: torch.device) -> None:
     assert accelerator.kind() == "sim" and accelerator.current() == there == accelerator.device_of(None)
     assert accelerator.device_of("sim") == there and accelerator.device_of("cpu") == torch.device("cpu")
@@ -131,7 +133,7 @@ def waits(device: Any, layout: str, fused: bool = True, norm: float = 0.5, accum
     """Copies and events that the loop waited for in two steps after two that warm up."""
     model, moves = build("llama"), Watched(sides.ground.device)
     optimizer = sides.stowed(model, layout, fused, moves, max_norm=norm, accumulation=accumulation, debug=False)
-    batches = [{name: value.to("sim") for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
+    batches = [{name: value.to(chosen.kind) for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
     for number in range(4):
         if number == 2:
             before = device.counts()["sync_copies"] + moves.waited
