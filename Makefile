@@ -4,11 +4,13 @@ VENV   := .venv
 # The launchers (deepspeed, torchrun) and ninja are found on the path.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 READY  := $(VENV)/.ready
+CUDA   := build/cuda
+FAKE   := tests/helpers/fake_cuda
 RANKS  ?= 1
 PART   ?= 1
 CASES  ?=
 
-.PHONY: help setup train finetune test test-all test-torchao test-liger faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
+.PHONY: help setup train finetune test test-all test-torchao test-liger test-cuda faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -49,6 +51,17 @@ test-torchao: $(READY) ## the tests of what torchao does, which is installed int
 test-liger: $(READY) ## the tests with Liger's kernels, which are installed into build/liger
 	pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/liger $(PYTEST) tests/parity/test_liger.py
+
+# Torch's wheel for CUDA believes in GPUs that are made of host memory; see $(FAKE)/README.md. Not part of .ci/run: the
+# environment is a download of 3 GB, and all takes about ten minutes.
+test-cuda: $(CUDA)/.ready ## the tests that need CUDA, on one made of host memory; at first it downloads 3 GB
+	$(CUDA)/bin/python $(FAKE)/build.py build/fake-cuda
+	OMP_NUM_THREADS=1 build/fake-cuda/fake-cuda python -m pytest tests/cuda -n 2 --dist loadfile --durations=10
+	OMP_NUM_THREADS=1 build/fake-cuda/fake-cuda python -m pytest tests/accelerator --device cuda -n 2 --dist loadfile --durations=10
+$(CUDA)/.ready: pyproject.toml constraints.txt .ci/setup $(FAKE)/constraints.txt
+	@command -v g++ > /dev/null || { echo "make test-cuda compiles a CUDA of its own, and there is no g++: install it"; exit 1; }
+	PYTHON=$(PYTHON) bash .ci/setup $(CUDA) lora $(FAKE)/constraints.txt nvidia-cuda-crt pytest pytest-xdist hypothesis
+	@touch $@
 
 # What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
 faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k launcher" chooses some

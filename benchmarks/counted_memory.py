@@ -65,7 +65,7 @@ def _gpt2() -> Any:
 
 
 def _t5() -> Any:
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_heads": 4, "vocab_size": WORDS}
+    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_heads": 4, "vocab_size": WORDS}
     config = transformers.T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
 
@@ -81,9 +81,8 @@ def _bert() -> Any:
 
 def _vit() -> Any:
     dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.ViTConfig(
-        image_size=32, patch_size=4, intermediate_size=160, num_labels=10, **HEADS, **dropout
-    )
+    config: Any = transformers.ViTConfig(image_size=32, patch_size=4, intermediate_size=160, **HEADS, **dropout)
+    config.num_labels = 10
     return transformers.ViTForImageClassification(config)
 
 

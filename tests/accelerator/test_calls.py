@@ -16,6 +16,7 @@ from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.norms import together
 from deepstow.trainer.machine.block_timing import UnitClock
 from deepstow.trainer.machine.probe import probe
+from tests.accelerator import chosen
 from tests.helpers import sides
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build
@@ -23,6 +24,7 @@ from tests.helpers.models import build
 SLOW_US = 200_000
 
 
+@pytest.mark.simulated("names its device")
 def test_the_table_and_what_torch_says(there: torch.device) -> None:
     assert accelerator.kind() == "sim" and accelerator.current() == there == accelerator.device_of(None)
     assert accelerator.device_of("sim") == there and accelerator.device_of("cpu") == torch.device("cpu")
@@ -168,7 +170,7 @@ def grown(
     """By how much ``count`` grows in each of some steps, after two that warm up."""
     model, found = build("llama"), []
     optimizer = sides.stowed(model, layout, fused, moves, max_norm=norm, accumulation=accumulation, debug=False)
-    batches = [{name: value.to("sim") for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
+    batches = [{name: value.to(chosen.kind) for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
     for _ in range(5):
         before = count()
         for batch in batches:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.simulated("what it does; of the fake CUDA tests/cuda/test_fake.py says it")
 SLOW_US = 200_000
 MIB = 1 << 20
 

@@ -14,6 +14,7 @@ from deepstow.strategies.engine import AdamW, UpdateRule, stow
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.memory.arena import OutOfMemoryError
 from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
+from tests.accelerator import chosen
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, batches_on, both, noise, title
 from tests.helpers.models import build, on, tokens
@@ -22,7 +23,7 @@ from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import both_sides, train, training
 from tests.parity.test_zoo import MODELS, NORM, TRAVEL, clipped
 
-DEVICE = "sim:0"
+DEVICE = f"{chosen.kind}:0"
 # The exactness gate of ``tests/parity/test_engine.py``, of which any two levels meet here; all its cases run by
 # ``python -m deepstow.benchmarks.gpu_engine --device sim``. The device is compared with itself: its kernels are the
 # CPU's, but gradients are summed in another order.
@@ -115,6 +116,7 @@ def test_two_engines() -> None:
         optimizer.close()
 
 
+@pytest.mark.simulated("the allocator of CUDA keeps memory, in which the arena may fit")
 def test_memory_is_given_back(device: Any) -> None:
     """After an attempt for which there is too little, which is one line, as after training."""
     model = build("llama")
@@ -122,7 +124,7 @@ def test_memory_is_given_back(device: Any) -> None:
     torch.accelerator.synchronize()
     before = device.counts()["registered"]
     device.limit(torch.accelerator.memory_allocated() + 4096)
-    with pytest.raises(OutOfMemoryError, match=r"the device arena .* needs .*: simulated device out of memory"):
+    with pytest.raises(OutOfMemoryError, match=r"the device arena .* needs .*: .*out of memory"):
         stow(model, plan, device=DEVICE)
     device.limit(0)
     assert device.counts()["registered"] == before
@@ -142,11 +144,11 @@ def test_a_kind_whose_host_memory_cannot_be_registered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: Any
 ) -> None:
     """The same bits; the copies are waited for, and that is said."""
-    monkeypatch.setitem(accelerator.TABLE, "sim", accelerator.Row())
+    monkeypatch.setitem(accelerator.TABLE, chosen.kind, accelerator.Row())
     before = device.counts()
     both_sides(partial(build, "llama"), training(), ["host, one ahead"], max_norm=0.5)
     assert device.counts()["registered"] == before["registered"]
-    assert "torch cannot register host memory with sim: copies make the host wait" in caplog.text
+    assert f"torch cannot register host memory with {chosen.kind}: copies make the host wait" in caplog.text
 
 
 def test_stowed_again_with_hooks() -> None:
@@ -185,6 +187,7 @@ def test_stowed_again_with_hooks() -> None:
     assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
 
 
+@pytest.mark.simulated("parameters of other kinds stay what they are")
 def test_a_graph_from_before_raises() -> None:
     model, batch = build("llama"), tokens("llama", 1)[0]
     loss = model(**batch).loss
@@ -197,6 +200,7 @@ def test_a_graph_from_before_raises() -> None:
         loss.backward()
 
 
+@pytest.mark.simulated("parameters of other kinds stay what they are")
 @pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.to_empty(device="cpu")], ids=["to", "to_empty"])
 def test_moving_a_stowed_model_is_said(move: Callable[[nn.Module], Any]) -> None:
     """On such kinds torch puts new parameters in place of the old ones without asking."""
@@ -207,6 +211,7 @@ def test_moving_a_stowed_model_is_said(move: Callable[[nn.Module], Any]) -> None
         model.state_dict()
 
 
+@pytest.mark.simulated("names its devices")
 @pytest.mark.parametrize("device", ["meta", "mps", "sim:1", "cuda"])
 def test_devices_that_are_not_here(device: str) -> None:
     model = build("llama")

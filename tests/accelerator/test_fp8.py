@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
+from tests.accelerator import chosen
 from tests.helpers.engine import differences, plain, stowed
 from tests.helpers.grid import batches_on
 from tests.helpers.models import on
 from tests.parity.test_disk_weights import base
 from tests.parity.test_fp8 import STAYS, TRAVELS, planned, round_blocks
 
-DEVICE = "sim:0"
+DEVICE = f"{chosen.kind}:0"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

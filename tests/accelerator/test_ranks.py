@@ -26,7 +26,7 @@ from tests.helpers.pairwise import Row, Table
 from tests.helpers.simulated import collectives
 from tests.parity.test_engine_shares import CASE, FACTORS, FEW, FORBIDDEN, train
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.simulated("the fake CUDA has no collectives")]
 DEVICE = "sim:0"
 SLOW_US = 2_000
 FAST = {"site": "streamed", "weights": "travelling", "park": "host", "clip": "tight", "reduction": "fast"}

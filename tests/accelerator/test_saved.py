@@ -9,6 +9,7 @@ from deepstow.strategies.engine import stow
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
 from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
 from deepstow.trainer.planning.plan_for import plan_for
+from tests.accelerator import chosen
 from tests.helpers.models import on
 from tests.helpers.pairwise import Table
 from tests.parity.test_activations import quiet
@@ -24,7 +25,7 @@ from tests.parity.test_recompute import (
     unequal,
 )
 
-DEVICE = "sim:0"
+DEVICE = f"{chosen.kind}:0"
 
 
 HERE = ("selective", "full", "selective, on the host", "full, on the host")  # others choose among what these do

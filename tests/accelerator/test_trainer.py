@@ -57,6 +57,7 @@ def test_offload_has_the_bits_of_plain_training(device: Any, tmp_path: Path) -> 
         assert all(torch.equal(value, our_weights[key]) for key, value in weights.items())
 
 
+@pytest.mark.simulated("Accelerate knows CUDA, and torch has collectives for it")
 def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """What plans and what trains must mean the same device."""
     monkeypatch.setattr("deepstow.trainer.run.order.name_device", lambda *_, **__: None)
@@ -66,12 +67,14 @@ def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytes
     assert said == ["the plan is for sim, and Accelerate trains on cpu: training.use_cpu: true trains on the CPU"]
 
 
+@pytest.mark.simulated("Accelerate knows CUDA, and torch has collectives for it")
 def test_ranks_without_collectives_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, {"zero": {"stage": 2}}) == ExitCode.CONFIG
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("torch has no collectives for sim: train in one process without strategies.zero")
 
 
+@pytest.mark.simulated("Accelerate knows CUDA, and torch has collectives for it")
 def test_ranks_that_accelerate_does_not_know_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,10 +67,6 @@ def _module(library: Any) -> types.ModuleType:
     module: Any = types.ModuleType(f"torch.{NAME}")
     generator = library.generator()
 
-    def then(work: Any) -> Any:
-        """``work``, when everything that draws has drawn."""
-        return lambda *given: (torch.accelerator.synchronize(), work(*given))[1]
-
     module.device = _On
     module.is_available = module.is_initialized = module.is_bf16_supported = lambda: True
     module._initialized = True  # so that checkpoints keep its random state
@@ -81,7 +77,7 @@ def _module(library: Any) -> types.ModuleType:
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.get_device_name = lambda device=None: "simulated device"
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    module.manual_seed = module.manual_seed_all = then(generator.manual_seed)
-    module.get_rng_state = then(lambda device=None: generator.get_state())
-    module.set_rng_state = then(lambda state, device=None: generator.set_state(state))
+    module.manual_seed = module.manual_seed_all = generator.manual_seed
+    module.get_rng_state = lambda device=None: generator.get_state()
+    module.set_rng_state = lambda state, device=None: generator.set_state(state)
     return module

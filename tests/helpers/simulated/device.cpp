@@ -32,91 +32,30 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <sys/mman.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <future>
-#include <map>
-#include <mutex>
 #include <optional>
-#include <random>
 #include <set>
-#include <thread>
+
+#include "memory.h"
 
 namespace {
-using Task = std::function<void()>;
-using Lock = std::unique_lock<std::mutex>;
+using namespace hosted;
 using at::Tensor;
 using c10::IValue;
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
-constexpr size_t SPACE = size_t(1) << 37, ALIGN = 512;
+constexpr size_t ALIGN = 512;
 
-std::atomic<int> longest_copy_us{0}, longest_kernel_us{0};
 std::atomic<int64_t> async_copies{0}, sync_copies{0}, async_kernels{0}, sync_kernels{0};
 
 // --- streams ---------------------------------------------------------------------------------------------------------
 
-// What went wrong in a stream; kept until somebody waits, as on a GPU.
-std::mutex failure_m;
-std::string failure;
-
 void raise_failure() {
-  std::string what;
-  { Lock lock(failure_m); what.swap(failure); }
+  std::string what = take_failure();
   TORCH_CHECK(what.empty(), "simulated device: ", what);
 }
-
-void note(const std::exception& error) {
-  auto* ours = dynamic_cast<const c10::Error*>(&error);
-  Lock lock(failure_m);
-  if (failure.empty()) failure = ours ? ours->what_without_backtrace() : error.what();
-}
-
-class Stream {
- public:
-  Stream() : random_(std::random_device{}()) { std::thread([this] { run(); }).detach(); }
-  void push(Task task) {
-    { Lock lock(m_); queue_.push_back(std::move(task)); }
-    cv_.notify_all();
-  }
-  bool idle() { Lock lock(m_); return queue_.empty() && !busy_; }
-  void sync() { Lock lock(m_); cv_.wait(lock, [&] { return queue_.empty() && !busy_; }); }
-  // For the stream's own thread: what each piece of work takes longer, and one in so many any time up to the longest.
-  void linger(int longest_us, int one_in = 1) {
-    int us = slow_us;
-    if (longest_us && random_() % one_in == 0) us += random_() % longest_us;
-    if (us) std::this_thread::sleep_for(std::chrono::microseconds(us));
-  }
-  std::atomic<int> slow_us{0};
-
- private:
-  void run() {
-    for (;;) {
-      Task task;
-      {
-        Lock lock(m_);
-        cv_.wait(lock, [&] { return !queue_.empty(); });
-        task = std::move(queue_.front());
-        queue_.pop_front();
-        busy_ = true;
-      }
-      try { task(); } catch (const std::exception& error) { note(error); }
-      task = nullptr;
-      { Lock lock(m_); busy_ = false; }
-      cv_.notify_all();
-    }
-  }
-  std::mutex m_;
-  std::condition_variable cv_;
-  std::deque<Task> queue_;
-  bool busy_ = false;
-  std::minstd_rand random_;  // of the thread alone
-};
 
 // The default stream and a pool that is handed out in turn, as torch does for CUDA.
 constexpr int NUM_STREAMS = 33;
@@ -146,38 +85,11 @@ void sync_all() {
   }
 }
 
-struct Point {  // of a stream; shared by the event and by what waits for it
-  std::mutex m;
-  std::condition_variable cv;
-  bool passed = false;
-  std::chrono::steady_clock::time_point at;
-  void pass() {
-    { Lock lock(m); passed = true; at = std::chrono::steady_clock::now(); }
-    cv.notify_all();
-  }
-  void wait() { Lock lock(m); cv.wait(lock, [&] { return passed; }); }
-  bool query() { Lock lock(m); return passed; }
-};
 using Event = std::shared_ptr<Point>;
 
-Event record(int64_t id) {
-  auto point = std::make_shared<Point>();
-  stream(id).push([point] { point->pass(); });
-  return point;
-}
+Event record(int64_t id) { return hosted::record(stream(id)); }
 
 // --- device memory ---------------------------------------------------------------------------------------------------
-
-char* reserve(int access) {
-  void* found = mmap(nullptr, SPACE, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK(found != MAP_FAILED, "simulated device: no address space");
-  return static_cast<char*>(found);
-}
-char* const forbidden = reserve(PROT_NONE);
-char* const bytes = reserve(PROT_READ | PROT_WRITE);
-
-// Where the streams find what lies at a device address.
-char* real(const void* address) { return bytes + (static_cast<const char*>(address) - forbidden); }
 
 struct Block { size_t size; int64_t stream; std::set<int64_t> others; };
 std::mutex memory_m;
@@ -239,42 +151,6 @@ DeviceMemory device_memory;
 REGISTER_ALLOCATOR(KIND, &device_memory);
 
 // --- host memory -----------------------------------------------------------------------------------------------------
-
-std::mutex host_m;
-std::map<uintptr_t, size_t> registered;
-std::multimap<uintptr_t, size_t> under_way;  // what copies that nobody waits for still read or write
-
-size_t num_touched(const void* begin, size_t size) {
-  auto from = reinterpret_cast<uintptr_t>(begin);
-  Lock lock(host_m);
-  size_t count = 0;
-  for (auto& [start, length] : registered) count += from < start + length && start < from + size;
-  return count;
-}
-
-bool is_registered(const void* begin, size_t size) {
-  auto from = reinterpret_cast<uintptr_t>(begin);
-  Lock lock(host_m);
-  auto found = registered.upper_bound(from);
-  return found != registered.begin() && (--found, from + size <= found->first + found->second);
-}
-
-int host_register(uintptr_t begin, size_t size) {
-  if (num_touched(reinterpret_cast<void*>(begin), size)) return 712;
-  Lock lock(host_m);
-  registered[begin] = size;
-  return 0;
-}
-
-int host_unregister(uintptr_t begin) {
-  Lock lock(host_m);
-  auto found = registered.find(begin);
-  if (found == registered.end()) return 713;
-  for (auto& [start, size] : under_way)
-    if (start < begin + found->second && begin < start + size) note(std::runtime_error("unregistered under a copy"));
-  registered.erase(found);
-  return 0;
-}
 
 struct PinnedMemory final : c10::Allocator {
   static void drop(void* begin) {

@@ -2,13 +2,8 @@
 #pragma once
 
 namespace {
+constexpr const char* NAME = "simulated device";
 constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
-std::mutex waited_m;
-std::map<std::string, int64_t> waited_for;  // which operators made the caller wait, and how often
-
-// Their results have other sizes or types on the CPU than torch's kernels for sizes say.
-const std::set<std::string> UNLIKE_META{"aten::native_batch_norm"};
-
 bool on_device(const Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
 // The same elements for a kernel of the CPU, in the mapping of the streams.
@@ -83,14 +78,11 @@ void copy_stretch(const Tensor& from, const Tensor& to, bool non_blocking) {
   const char* source = on_device(from) ? real(from.const_data_ptr()) : static_cast<const char*>(from.const_data_ptr());
   // Torch's pinned memory is not given out again before the copy is done; of a registered mapping nobody takes care.
   bool torchs = host.storage().data_ptr().get_deleter() == &PinnedMemory::drop;
-  auto at = reinterpret_cast<uintptr_t>(begin);
-  decltype(under_way)::iterator noted;
-  { Lock lock(host_m); noted = under_way.emplace(at, size); }
+  auto noted = begin_copy(begin, size);
   issue([target, source, size, noted, id = current_stream, kept = torchs ? host.storage() : c10::Storage()] {
     stream(id).linger(longest_copy_us);
     memcpy(target, source, size);
-    Lock lock(host_m);
-    under_way.erase(noted);
+    end_copy(noted);
   }, waits);
 }
 
@@ -124,230 +116,28 @@ at::Scalar local_scalar(const Tensor& self) {
   return found;
 }
 
-// --- every other operator: the CPU's kernel --------------------------------------------------------------------------
-
-template <class Change> void each_tensor(IValue& value, Change change) {
-  if (value.isTensor()) {
-    value = change(value.toTensor());
-  } else if (value.isTensorList()) {
-    auto list = value.toTensorVector();
-    for (auto& one : list) one = change(one);
-    value = list;
-  } else if (value.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> list;
-    for (std::optional<Tensor> one : value.toOptionalTensorVector()) list.push_back(one ? std::optional<Tensor>(change(*one)) : one);
-    value = list;
-  }
+// What is drawn comes from the device's generator.
+uint64_t next_seed(const IValue& given) {
+  auto generator = given.isGenerator() ? given.toGenerator() : hooks.getDefaultGenerator(0);
+  Lock lock(generator.mutex());
+  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
-struct Call {
-  const c10::OperatorHandle& op;
-  torch::jit::Stack given, host;  // the arguments, and what the CPU's kernel gets
-  bool draws = false, resizes = false, hands_over = false;
-
-  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack) : op(op) {
-    const auto& arguments = op.schema().arguments();
-    given.assign(stack->end() - static_cast<int64_t>(arguments.size()), stack->end());
-    torch::jit::drop(*stack, arguments.size());
-    bool indexes = op.schema().name().find("index") != std::string::npos;
-    host = given;
-    for (size_t i = 0; i < host.size(); i++) {
-      bool written = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
-      each_tensor(host[i], [&](const Tensor& one) {
-        if (!one.defined()) return one;
-        if (on_device(one)) {
-          resizes |= written && one.numel() == 0;
-          return for_stream(one);
-        }
-        TORCH_CHECK(one.dim() == 0 || indexes, "simulated device: ", op.schema().name(), " got a tensor of ", one.device());
-        return one.clone();  // numbers of the host are read when the kernel is issued
-      });
-      if (host[i].isDevice()) host[i] = c10::Device(c10::kCPU);
-    }
-    draws = op.hasTag(at::Tag::nondeterministic_seeded);
-    for (const auto& result : op.schema().returns())
-      hands_over |= result.type()->kind() != c10::TypeKind::TensorType && result.type()->str() != "Tensor[]";
-  }
-
-  // The argument that a result is, or is a view of.
-  std::optional<size_t> source_of(const c10::Argument& result) const {
-    if (!result.alias_info()) return std::nullopt;
-    const auto& arguments = op.schema().arguments();
-    for (size_t i = 0; i < arguments.size(); i++)
-      if (arguments[i].alias_info() && arguments[i].alias_info()->beforeSets() == result.alias_info()->beforeSets()) return i;
-    return std::nullopt;
-  }
-
-  // Empty results of the right sizes, if they can be told beforehand.
-  std::optional<torch::jit::Stack> results() const {
-    torch::jit::Stack found;
-    bool fresh = false;
-    for (const auto& result : op.schema().returns()) {
-      auto source = source_of(result);
-      fresh |= !source;
-      if (source && !result.alias_info()->isWrite()) return std::nullopt;
-      found.push_back(source ? given[*source] : IValue());
-    }
-    if (!fresh) return found;
-    auto metas = given;
-    if (!run_for_sizes(metas)) return std::nullopt;
-    for (size_t i = 0; i < found.size(); i++) {
-      if (!found[i].isNone()) continue;
-      found[i] = metas[i];
-      // The CPU's means and deviations have the type of what they are of.
-      bool as_given = op.schema().name() == "aten::native_layer_norm";
-      each_tensor(found[i], [&](const Tensor& meta) {
-        auto dtype = as_given ? given[0].toTensor().scalar_type() : meta.scalar_type();
-        return meta.defined() ? make(meta.sizes(), meta.strides(), dtype) : meta;
-      });
-    }
-    return found;
-  }
-
-  // Give the results that are empty as yet their sizes, if they can be told beforehand.
-  bool make_room() {
-    auto metas = given;
-    if (op.schema().returns().size() != 1 || !source_of(op.schema().returns()[0]) || !run_for_sizes(metas)) return false;
-    size_t out = *source_of(op.schema().returns()[0]);
-    if (!given[out].isTensor() || !metas[0].isTensor()) return false;
-    at::native::resize_(given[out].toTensor(), metas[0].toTensor().sizes(), std::nullopt);
-    host[out] = for_stream(given[out].toTensor());
-    resizes = false;
-    return true;
-  }
-
-  // Torch's own kernels for sizes alone leave results without memory in place of the arguments.
-  bool run_for_sizes(torch::jit::Stack& metas) const {
-    if (!op.hasKernelForDispatchKey(c10::DispatchKey::Meta) || UNLIKE_META.count(op.schema().name())) return false;
-    for (auto& value : metas) {
-      each_tensor(value, [](const Tensor& one) {
-        return on_device(one) ? at::empty_strided(one.sizes(), one.strides(), one.options().device(at::kMeta)) : one;
-      });
-      if (value.isDevice()) value = c10::Device(c10::kMeta);
-    }
-    try {
-      at::AutoDispatchBelowADInplaceOrView below;
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &metas);
-    } catch (const std::exception&) { return false; }
-    return true;
-  }
-};
-
-std::vector<Tensor> tensors_of(const IValue& value) {
-  std::vector<Tensor> found;
-  IValue copy = value;
-  each_tensor(copy, [&](const Tensor& one) { found.push_back(one); return one; });
-  return found;
+void issue_kernel(Task task, bool waits) {
+  ++(waits ? sync_kernels : async_kernels);
+  issue([task = std::move(task), waits, id = current_stream] {
+    if (!waits) stream(id).linger(longest_kernel_us, 8);
+    task();
+  }, waits);
 }
+}  // namespace
 
-// What a kernel draws comes from the device's generator, as if it were the CPU's own. Kernels that draw are waited for,
-// so that nobody else draws meanwhile.
-struct Drawing {
-  at::Generator cpu = at::detail::getDefaultCPUGenerator(), ours = hooks.getDefaultGenerator(0);
-  Tensor before = cpu.get_state();
-  Drawing() { cpu.set_state(ours.get_state()); }
-  ~Drawing() {
-    ours.set_state(cpu.get_state());
-    cpu.set_state(before);
-  }
-};
+#include "fallback.h"  // every other operator
 
-void run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  auto kept = stack;  // torch before 2.13 lets go of the arguments before it copies results that are arguments
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-}
-
-// Nobody waits: the results are there, their numbers come.
-void queue(Call& call, const torch::jit::Stack& results) {
-  ++async_kernels;
-  std::vector<std::vector<Tensor>> to;
-  for (const auto& result : results) {
-    to.emplace_back();
-    for (const auto& one : tensors_of(result)) to.back().push_back(one.defined() ? for_stream(one) : one);
-  }
-  issue([op = call.op, host = std::move(call.host), to, id = current_stream]() mutable {
-    stream(id).linger(longest_kernel_us, 8);
-    run(op, host);
-    for (size_t i = 0; i < to.size(); i++) {
-      auto found = tensors_of(host[i]);
-      for (size_t j = 0; j < to[i].size(); j++) {
-        if (!to[i][j].defined() || found[j].const_data_ptr() == to[i][j].const_data_ptr()) continue;
-        TORCH_CHECK(found[j].sizes() == to[i][j].sizes() && found[j].scalar_type() == to[i][j].scalar_type(),
-                    op.schema().name(), " has other results than was said beforehand");
-        at::AutoDispatchBelowADInplaceOrView below;
-        to[i][j].copy_(found[j]);
-      }
-    }
-  }, false);
-}
-
-// The caller waits, and makes the results of what the kernel left.
-torch::jit::Stack wait_for(Call& call) {
-  ++sync_kernels;
-  { Lock lock(waited_m); waited_for[call.op.schema().name()]++; }
-  auto left = call.host;
-  issue([&] {
-    std::optional<Drawing> drawing;
-    if (call.draws) drawing.emplace();
-    run(call.op, left);
-  }, true);
-  const auto& returns = call.op.schema().returns();
-  for (size_t i = 0; i < returns.size(); i++) {
-    auto source = call.source_of(returns[i]);
-    each_tensor(left[i], [&](const Tensor& found) {
-      if (!found.defined()) return found;
-      if (source && call.given[*source].isTensor()) {
-        Tensor was = call.given[*source].toTensor();
-        if (!returns[i].alias_info()->isWrite()) {
-          int64_t offset = (static_cast<const char*>(found.const_data_ptr()) - real(was.const_data_ptr())) / int64_t(was.element_size());
-          return at::native::as_strided_tensorimpl(was, found.sizes(), found.strides(), was.storage_offset() + offset);
-        }
-        if (was.sizes() == found.sizes() && was.numel()) return was;
-        at::native::resize_(was, found.sizes(), std::nullopt);
-        was.copy_(found);
-        return was;
-      }
-      Tensor made = make(found.sizes(), found.strides(), found.scalar_type());
-      issue([found, to = for_stream(made)] { at::AutoDispatchBelowADInplaceOrView below; to.copy_(found); }, true);
-      return made;
-    });
-  }
-  return left;
-}
-
-// Whole numbers are counted here, too, as on a GPU.
-Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& from, const at::Scalar& to) {
-  Tensor found = make({bins}, {1}, self.scalar_type());
-  issue([host = for_stream(self), left = for_stream(found), bins, from, to] {
-    at::AutoDispatchBelowADInplaceOrView below;
-    left.copy_(at::histc(host.to(at::kFloat), bins, from, to));
-  }, false);
-  return found;
-}
-
-// What is dropped is drawn when the kernel runs, so that nobody waits; see ``_module`` for who asks what was drawn.
-std::tuple<Tensor, Tensor> native_dropout(const Tensor& self, double p, std::optional<bool> train) {
-  Tensor found = make(self.sizes(), self.strides(), self.scalar_type()), mask = make(self.sizes(), self.strides(), at::kBool);
-  double kept = train.value_or(true) ? 1 - p : 1;
-  ++async_kernels;
-  issue([host = for_stream(self), left = for_stream(found), drawn = for_stream(mask), kept] {
-    at::AutoDispatchBelowADInplaceOrView below;
-    drawn.bernoulli_(kept, hooks.getDefaultGenerator(0));
-    left.copy_(host.mul(drawn).mul_(kept == 0 ? 0 : 1 / kept));
-  }, false);
-  return {found, mask};
-}
-
+namespace {
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  raise_failure();
   Call call(op, stack);
-  std::optional<torch::jit::Stack> results;
-  if (call.resizes && !call.draws && !call.hands_over) call.make_room();
-  if (!call.draws && !call.resizes && !call.hands_over) results = call.results();
-  if (results) queue(call, *results);
-  else results = wait_for(call);
-  for (auto& result : *results) stack->push_back(std::move(result));
+  call_on_the_cpu(call, stack);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
