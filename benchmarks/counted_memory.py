@@ -65,8 +65,16 @@ def _gpt2() -> Any:
 
 
 def _t5() -> Any:
-    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_heads": 4, "vocab_size": WORDS}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0)
+    sizes: dict[str, Any] = {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 160,
+        "num_layers": 3,
+        "num_heads": 4,
+        "vocab_size": WORDS,
+    }
+    config: Any = transformers.T5Config(**sizes, dropout_rate=0.0, use_cache=False)
+    config.decoder_start_token_id = 0
     return transformers.T5ForConditionalGeneration(config)
 
 
