@@ -69,6 +69,10 @@ def step(name: str, limit_s: float, words: str, *more: str, **how: bool) -> Step
     return Step(name, limit_s, (*words.split(), *more), **how)
 
 
+BUILD = (
+    "from deepspeed.ops.op_builder import CPUAdamBuilder; from deepstow.trainer.distributed import deepspeed_ops; "
+    "deepspeed_ops.clear_abandoned_builds(); CPUAdamBuilder().load(verbose=True)"
+)
 MEASURE, ENGINE = "-m deepstow.benchmarks.gpu_measure", "-m deepstow.benchmarks.gpu_engine"
 
 
@@ -80,8 +84,8 @@ def prepared(call: Call, grow_s: float) -> Iterator[Step]:
 
 
 def built(limit_s: float) -> Step:
-    """DeepSpeed's extensions, compiled while other steps run."""
-    return step("build", limit_s, "launch/doctor.py --build", always=True, beside=True)
+    """DeepSpeed's extension for the update on the host, which peers use, compiled while other steps run."""
+    return step("build", limit_s, "-c", BUILD, always=True, beside=True)
 
 
 def contender(call: Call, tokens: int, name: str, limit_s: float, words: str = "") -> Step:
@@ -96,14 +100,14 @@ def contender(call: Call, tokens: int, name: str, limit_s: float, words: str = "
 
 def exactness(call: Call) -> Iterator[Step]:
     """The machine; exactness with pauses on the streams while DeepSpeed's extension is built; noise; attention."""
-    seconds = (90, 30, 45, 45) if call.real else (20, 10, 10, 10)
+    seconds, few, widths = ((90, 30, 45, 45), 6, "") if call.real else ((20, 10, 10, 10), 1, " --model llama")
     yield from prepared(call, 50)
     yield step("machine", 70, f"{MEASURE} --pin {'1,40' if call.real else '0.01,0.02'}")
     yield built(240)
     yield step("grid", 110, f"{ENGINE} --wide 0 --cases {120 if call.real else 4} --seconds {seconds[0]}")
-    yield step("noise", 50, f"{ENGINE} --wide 0 --cases 0 --noise --seconds {seconds[1]}")
+    yield step("noise", 50, f"{ENGINE} --wide {few} --cases {10 * few} --noise --seconds {seconds[1]}{widths}")
     yield step("saved on the host", 65, f"{ENGINE} --wide 0 --cases 0 --saved --seconds {seconds[2]}")
-    yield step("real widths", 65, f"{ENGINE} --wide {20 if call.real else 1} --cases 0 --seconds {seconds[3]}")
+    yield step("real widths", 65, f"{ENGINE} --wide {20 if call.real else 1} --cases 0 --seconds {seconds[3]}{widths}")
     model = f"--model {'1.3b --rows 4' if call.real else 'tiny --length 32'} --subject plain --steps 8"
     yield step("with cuDNN's attention", 40, f"{MEASURE} {model}")
     yield step("without cuDNN's attention", 40, f"{MEASURE} {model} --without-cudnn")
@@ -280,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; 1 if a step failed or was not run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=[*PARTS, "all"])
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu-check")))
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"))
     parser.add_argument("--known", type=Path, default=RECORDED, help="results of earlier calls")
     parser.add_argument("--seconds", type=float, default=540.0, help="for the call (default 540)")
     parser.add_argument("--rehearse", action="store_true", help="the smallest models, on any machine")
