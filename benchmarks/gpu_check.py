@@ -93,6 +93,7 @@ def contender(call: Call, tokens: int, name: str, limit_s: float, words: str = "
     work, budget = "--model 6.7b --length 2048", f"--gpu-memory 24GiB --host-memory {HOST}"
     if not call.real:
         work, budget = "--model tiny --length 32", "--gpu-memory 4MiB --tensors"
+        budget = budget if name in (gpu_bars.OURS, gpu_bars.PLAIN) else "--gpu-memory 2GiB"  # buckets as they are
     title = f"{tokens}k, {name}{f' {words.strip()}' if words else ''}".replace(" --gpu-memory", " in")
     words = f"{MEASURE} {work} {budget} --rows {tokens // 2} --subject {name} {words}"
     return step(title, limit_s, words)
@@ -115,13 +116,14 @@ def exactness(call: Call) -> Iterator[Step]:
 
 def eight(call: Call) -> Iterator[Step]:
     """6.7 B at 8k tokens in 24 GiB: ours, with one profiled step, beside the peers that are strongest there."""
-    yield from prepared(call, 40)
+    yield from prepared(call, 30)
     yield built(150)
-    yield contender(call, 8, "plain", 75)
+    yield contender(call, 8, "plain", 65)
     profile = f"--profile {call.out / 'step.json.gz'}"
-    yield replace(contender(call, 8, "ours-budget", 130, profile), name="8k, ours-budget")
-    yield contender(call, 8, "superoffload", 120)
-    yield contender(call, 8, "deepspeed-zero2", 120)
+    yield replace(contender(call, 8, "ours-budget", 125, profile), name="8k, ours-budget")
+    yield contender(call, 8, "superoffload", 90)
+    yield contender(call, 8, "superoffload-host", 105)
+    yield contender(call, 8, "deepspeed-zero2", 105)
 
 
 def sixteen(call: Call) -> Iterator[Step]:

@@ -35,6 +35,7 @@ class DeepSpeed(Trained):
         *,
         stage: int,
         super_offload: bool = False,
+        ratio: float = 0.9,
         infinity: bool = False,
     ) -> None:
         super().__init__(work, device)
@@ -48,7 +49,9 @@ class DeepSpeed(Trained):
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        self.settings = config = self.config(stage, super_offload=super_offload, infinity=infinity)
+        self.settings = config = self.config(
+            stage, super_offload=super_offload, ratio=ratio, infinity=infinity
+        )
         if stage == 3:
             # partitioned at once, never whole on the device
             deepspeed.zero.Init(module=model, config_dict_or_path=config)
@@ -64,10 +67,10 @@ class DeepSpeed(Trained):
         if not AsyncIOBuilder().is_compatible(verbose=False):
             raise Unavailable("its asynchronous I/O needs libaio: apt-get install libaio-dev")
 
-    def config(self, stage: int, *, super_offload: bool, infinity: bool) -> dict[str, Any]:
+    def config(self, stage: int, *, super_offload: bool, ratio: float, infinity: bool) -> dict[str, Any]:
         """Pinned memory, overlapped copies, and buckets of at least a block, so that a block takes few copies.
 
-        SuperOffload as in its authors' examples: weights and a tenth of the updates stay on the device. ZeRO-Infinity
+        SuperOffload as in its authors' examples: weights and all but ``ratio`` of the updates stay on the device. ZeRO-Infinity
         reads and writes while it updates, a block at a time, with as many buffers as that takes; not tuned further.
         """
         block = self.work.shape.block_params
@@ -76,7 +79,7 @@ class DeepSpeed(Trained):
         zero: dict[str, Any] = {"stage": stage, "offload_optimizer": host, "contiguous_gradients": True}
         zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
         if super_offload:
-            host |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
+            host |= {"super_offload": True, "ratio": ratio, "cpuadam_cores_perc": 0.9}
             zero |= {"overlap_comm": False, "reduce_bucket_size": SUPER_BUCKET, "sub_group_size": SUPER_BUCKET}
         elif stage == 2:
             zero |= {"allgather_bucket_size": bucket}

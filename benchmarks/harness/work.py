@@ -118,6 +118,7 @@ OFFLOAD: tuple[Contender, ...] = (
     Contender("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
     Contender("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
     Contender("superoffload", "peers:DeepSpeed", {"stage": 3, "super_offload": True}),
+    Contender("superoffload-host", "peers:DeepSpeed", {"stage": 3, "super_offload": True, "ratio": 1.0}),
     Contender("ours-disk", OURS, {"site": "host", "weights": "streamed", "on_disk": True}),
     Contender("zero-infinity", "peers:DeepSpeed", {"stage": 3, "infinity": True}),
     Contender("fsdp2", "peers:Fsdp2"),
