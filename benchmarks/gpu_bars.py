@@ -81,9 +81,10 @@ def told(found: Found) -> str:
         return f"failed: {found['failed'][:120]}"
     if "tokens_per_s" in found:
         memory = found.get("reserved_peak_bytes") or found.get("device_peak_bytes")
-        return f"{found['tokens_per_s']:,.0f} tokens/s, {step_s(found):.3f} s a step" + (
-            f", {human(memory)} of the device" if memory else ""
-        )
+        words = [f"{found['tokens_per_s']:,.0f} tokens/s", f"{step_s(found):.3f} s a step"]
+        words += [f"{human(memory)} of the device"] if memory else []
+        words += [f"{found['params'] / 1e9:.1f} B parameters"] if "params" in found else []
+        return ", ".join(words)
     if "free_bytes" in found:
         return f"free host memory: {' then '.join(map(human, found['free_bytes']))}"
     if "rates_file" in found:

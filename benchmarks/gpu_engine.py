@@ -159,35 +159,45 @@ def outcome(record: Mapping[str, Any]) -> str:
     return f"{kind}: {'ok' if record['worst'] <= (0.0 if exact else 1e-3) else 'DIFFERS'}"
 
 
-def main() -> int:
-    """1 unless every case is ok. Of ``--noise`` any result is one, and only errors are not."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wide", type=int, default=20, help="cases at a real width")
-    parser.add_argument("--model", default="wide", help="that has this width; a smaller one is for rehearsals")
-    parser.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
-    parser.add_argument("--saved", action="store_true", help="saved tensors on the host")
-    parser.add_argument("--noise", action="store_true", help="plain training against itself, with default kernels")
-    parser.add_argument("--device", default=accelerator.kind() or "cpu", help="default: the accelerator, or the CPU")
-    parser.add_argument("--seconds", type=float, default=inf, help="after so many no case begins (default: all do)")
-    given = parser.parse_args()
-    deadline_s = time.perf_counter() + given.seconds
-    if given.device == simulated.NAME:
-        simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument("--wide", type=int, default=20, help="cases at a real width")
+    made.add_argument("--model", default="wide", help="that has this width; a smaller one is for rehearsals")
+    made.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
+    made.add_argument("--saved", action="store_true", help="saved tensors on the host")
+    made.add_argument("--noise", action="store_true", help="plain training against itself, with default kernels")
+    made.add_argument("--device", default=accelerator.kind() or "cpu", help="default: the accelerator, or the CPU")
+    made.add_argument("--seconds", type=float, default=inf, help="after so many no case begins (default: all do)")
+    return made
+
+
+def trials(given: argparse.Namespace) -> list[Callable[[], dict[str, Any]]]:
+    """The cases that are asked for; each prints what it found."""
     cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
     random.Random(0).shuffle(cases)
     todo = [*wide(given.wide, given.model), *cases[: given.cases]]
     if given.noise:
-        trials = [partial(try_noise, *case, given.device) for case in todo]
-    else:
-        repeat_sums()
-        trials = [partial(try_case, *case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
-    if given.saved and not given.noise:
+        return [partial(try_noise, *case, given.device) for case in todo]
+    found = [partial(try_case, *case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
+    if given.saved:
         saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
-        for name, attention, dtype, policy in saved:
-            trials.append(partial(try_saved, name, attention, dtype, policy, given.device))
-    records = [trial() for trial in trials if time.perf_counter() < deadline_s]
-    if len(records) < len(trials):
-        print(f"no time for {len(trials) - len(records)} of {len(trials)} cases")
+        found += [partial(try_saved, *case, given.device) for case in saved]
+    return found
+
+
+def main() -> int:
+    """1 unless every case is ok. Of ``--noise`` any result is one, and only errors are not."""
+    given = parser().parse_args()
+    deadline_s = time.perf_counter() + given.seconds
+    if given.device == simulated.NAME:
+        simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
+    if not given.noise:
+        repeat_sums()
+    asked = trials(given)
+    records = [trial() for trial in asked if time.perf_counter() < deadline_s]
+    if len(records) < len(asked):
+        print(f"no time for {len(asked) - len(records)} of {len(asked)} cases")
     return report(records)
 
 

@@ -152,9 +152,9 @@ def largest_trained(given: argparse.Namespace, contender: Contender, budget: int
         todo = work_of(given, f"{blocks} blocks")
         found = processes.child({"work": asdict(todo), "contender": asdict(contender)}, sys.stderr)
         yield {"model": todo.model, "params": todo.shape.num_params, "contender": contender.label, **found}
-        if "failed" not in found:
-            return
         blocks = int(SMALLER * blocks)
+        if "failed" not in found or not blocks:
+            return
 
 
 def work_of(given: argparse.Namespace, model: str) -> Work:

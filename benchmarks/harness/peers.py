@@ -49,9 +49,7 @@ class DeepSpeed(Trained):
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        self.settings = config = self.config(
-            stage, super_offload=super_offload, ratio=ratio, infinity=infinity
-        )
+        self.settings = config = self.config(stage, super_offload=super_offload, ratio=ratio, infinity=infinity)
         if stage == 3:
             # partitioned at once, never whole on the device
             deepspeed.zero.Init(module=model, config_dict_or_path=config)
@@ -70,8 +68,9 @@ class DeepSpeed(Trained):
     def config(self, stage: int, *, super_offload: bool, ratio: float, infinity: bool) -> dict[str, Any]:
         """Pinned memory, overlapped copies, and buckets of at least a block, so that a block takes few copies.
 
-        SuperOffload as in its authors' examples: weights and all but ``ratio`` of the updates stay on the device. ZeRO-Infinity
-        reads and writes while it updates, a block at a time, with as many buffers as that takes; not tuned further.
+        SuperOffload as in its authors' examples: weights and all but ``ratio`` of the updates stay on the device.
+        ZeRO-Infinity reads and writes while it updates, a block at a time, with as many buffers as that takes; not
+        tuned further.
         """
         block = self.work.shape.block_params
         bucket = max(SMALLEST_BUCKET, block)

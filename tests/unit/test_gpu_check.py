@@ -5,6 +5,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -105,6 +106,8 @@ def test_commands_are_accepted_and_fit_into_nine_minutes(
         given = gpu_measure.parser().parse_args(command)
         assert not given.model or gpu_measure.work.contenders([given.subject], [given.gpu_memory])
     assert len(measured) > 20
+    engine = [command[2:] for command in commands if command[1] == "deepstow.benchmarks.gpu_engine"]
+    assert [bool(gpu_engine.trials(gpu_engine.parser().parse_args(command))) for command in engine] == [True] * 4
 
 
 def test_cases_at_a_real_width_have_all_that_a_case_of_the_grid_has() -> None:
@@ -112,6 +115,27 @@ def test_cases_at_a_real_width_have_all_that_a_case_of_the_grid_has() -> None:
     assert set(next(iter(FP32.rows()))) - set(row) == {"transfer"}, "which is given"
     with torch.device("meta"):
         assert build("wide").config.hidden_size == 2048
+
+
+def test_no_case_is_no_result() -> None:
+    """An error is one, and so is plain training that differs from itself; but not under ``--noise``, whose question
+    that is."""
+    case = {"case": "a case", "dtype": "torch.float32", "site": "device", "error": "", "worst": 0.0, "noise": 0}
+    plain = case | {"site": "plain", "noise": 3, "first": "losses"}
+    assert gpu_engine.report([case, plain]) == 0
+    for records in ([], [case, case | {"worst": 1e-12}], [case | {"noise": 1}], [plain | {"error": "an error"}]):
+        assert gpu_engine.report(records) == 1
+
+
+def test_memory_is_touched_until_no_more_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine that starts with 6 GiB and gives 4 more when those are touched, twice."""
+    free = iter([6, 6, 5, 10, 10, 5, 14, 14, 5, 14])  # while memory is touched 5 is the end
+    monkeypatch.setattr(gpu_measure, "host_memory", lambda: SimpleNamespace(available_bytes=next(free)))
+    monkeypatch.setattr(gpu_measure, "GIB", 1)
+    monkeypatch.setattr(gpu_measure, "LEFT_BYTES", 4)
+    assert gpu_measure.grown(20)["free_bytes"] == [6, 10, 14, 14]
+    free = iter([6, 6, 5, 10])
+    assert gpu_measure.grown(10)["free_bytes"] == [6, 10], "which is enough"
 
 
 # --- rates ---------------------------------------------------------------------------------------------------------
