@@ -33,7 +33,7 @@ ROOMS = (
     "strategies.core", "strategies.planner", "strategies.report", "strategies.state", "strategies.engine",
     "strategies.backends", "strategies", "trainer.errors", "trainer.config", "trainer.tasks", "trainer.distributed",
     "trainer.model", "trainer.machine", "trainer.planning", "trainer.data", "trainer.run", "trainer.verify", "deepstow",
-    "tests", "benchmarks", "launch",
+    "tests", "benchmarks.harness", "launch", "benchmarks",
 )  # fmt: skip
 # The floors of ``strategies/engine``, lowest first.
 FLOORS = (

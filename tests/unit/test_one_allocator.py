@@ -26,7 +26,10 @@ METHODS = {"pin_memory", "mmap", "new_empty", "new_zeros", "new_ones", "new_full
 
 # Who else makes memory, with what, and why. Results of operators (``clone``, ``stack``) belong to torch's allocator.
 ALLOWED: dict[str, dict[str, str]] = {
-    "memory/accelerator.py": {"zeros": "one number, whose failure clears CUDA's last error"},
+    "memory/accelerator.py": {
+        "zeros": "one number, whose failure clears CUDA's last error",
+        "empty": "a few bytes, before any other, with which the driver shows that segments expand",
+    },
     "memory/common_host.py": {"frombuffer": "16 bytes that tell a rank's memory from any other file"},
     "memory/scratch_file.py": {
         "mmap": "views of frozen weights in the disk tier's file, whose pages are the system's: no memory of the plan",
@@ -44,10 +47,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         "empty_like": "the gradient of logits that others hold, as autograd makes one; counted as temporary",
     },
     "forward/token_slices.py": {"new_empty": "the shape of a slice on fake tensors, when a model is counted"},
-    "updating/clipping.py": {
-        "empty": "two numbers per step that the worker reads",
+    "updating/clipping.py": {"ones_like": "one number: no clipping"},
+    "transfer/transfer.py": {
+        "empty_like": "two numbers per step that the worker reads",
         "pin_memory": "of these two numbers; torch's pinned allocator uses the same block again",
-        "ones_like": "one number: no clipping",
     },
     "engine.py": {
         "full": "one NaN per dtype, which absent weights show",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepstow.strategies.backends import varlen
 from deepstow.strategies.backends.ulysses import Ulysses
 from deepstow.strategies.core import protocol
 from deepstow.strategies.core.grid import Cell, Grid
@@ -116,10 +117,9 @@ def test_slices_cover_every_token_once() -> None:
     assert torch.equal(whole["input_ids"], torch.nn.functional.pad(ids, (0, 2)))
     assert torch.equal(whole["labels"], torch.nn.functional.pad(ids[:, 1:], (0, 3), value=-100))
     assert torch.equal(whole["position_ids"], torch.cat([positions, torch.tensor([[0, 1]]).expand(2, -1)], dim=1))
-    documents = [[0, 0, 10], [0, 10, 12], [1, 0, 4], [1, 4, 10], [1, 10, 12]]
-    assert all(part["attention_mask"][0, 0].tolist() == documents for part in parts)
+    assert all(part[varlen.DOCUMENTS].lengths == ((10, 2), (4, 6, 2)) for part in parts)
     one = Ulysses(2, 0, None).slice_of({"input_ids": ids, "labels": ids})
-    assert one["attention_mask"].shape == (1, 1, 0, 3) and one["position_ids"].shape == (2, 5)
+    assert one[varlen.DOCUMENTS].are_rows and one["position_ids"].shape == (2, 5)
 
 
 @pytest.mark.parametrize("strategy", [Sequence(degree=2), Experts(degree=2)])

@@ -197,8 +197,9 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
         here["in_order"] = platform.machine() in IN_ORDER
     if machine.device_kind == "cpu":
         return MachineFacts(machine.name, host - runtime, host, runtime, rates, **here)
-    beside = BESIDE_BYTES.get(machine.device_kind, 0)
-    device = max(0, machine.device_total_bytes - beside)
+    # Of small devices no more than what auto leaves over.
+    beside = min(BESIDE_BYTES.get(machine.device_kind, 0), machine.device_total_bytes // 10)
+    device = machine.device_total_bytes - beside
     return MachineFacts(machine.name, device, host, runtime, rates, **here, beside_device_bytes=beside)
 
 

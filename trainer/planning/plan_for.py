@@ -79,35 +79,20 @@ def plan_for(
     """
     import torch.distributed as dist
 
-    from deepstow.strategies.engine.forward.blocks import find_blocks
-    from deepstow.strategies.engine.forward.compiled import compiled
-    from deepstow.strategies.engine.tensors.quantised import KINDS
-
     groups = _group_names(model, params)
-    plain = (each for each in model.parameters() if type(each).__name__ not in KINDS)
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in plain}
-    if others := sorted(dtypes - {"float32", "bfloat16"}):
-        raise ValueError(f"parameters of dtype {', '.join(others)}: use float32 or bfloat16")
     rows, tokens = _shape(batch)
     ranks = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
     machine = machine or probe()
     autocast = _autocast(model, machine.device_kind)
-    precision = Precision.BF16 if "bfloat16" in dtypes else Precision.FP32
-    if autocast is Precision.FP16 and precision is Precision.FP32:
-        precision = Precision.FP16  # as a config says it: weights in fp32, and a loss scale
     run = RunFacts(
         micro_batch=rows,
         sequence=tokens,
         accumulation=accumulation,
         max_grad_norm=max_grad_norm or 0.0,
-        precision=precision,
-        autocast=autocast if autocast is not precision else None,
         world_size=ranks,
         moments=moments,
-        recomputes=any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
-        compiled=any(compiled(block) is not None for block in find_blocks(model).values()),
         stowed=True,
-        adapters=hasattr(model, "peft_config"),
+        **_read_from(model, autocast),
     )
     count = count_live(model, batch, groups, autocast)
     options = {"gpu_memory": gpu_memory, "host_memory": host_memory, "moments": moments_as, **offload}
@@ -116,6 +101,28 @@ def plan_for(
     asked = {name: find(name).model_validate(given) for name, given in strategies.items() if given is not None}
     here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
     return compose(asked, facts_of(count, run, asked, machine, here))
+
+
+def _read_from(model: nn.Module, autocast: Precision | None) -> dict[str, Any]:
+    """What ``RunFacts`` has that the model shows itself. Raise ValueError for weights in a dtype that cannot be."""
+    from deepstow.strategies.engine.forward.blocks import find_blocks
+    from deepstow.strategies.engine.forward.compiled import compiled
+    from deepstow.strategies.engine.tensors.quantised import KINDS
+
+    plain = (each for each in model.parameters() if type(each).__name__ not in KINDS)
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in plain}
+    if others := sorted(dtypes - {"float32", "bfloat16"}):
+        raise ValueError(f"parameters of dtype {', '.join(others)}: use float32 or bfloat16")
+    precision = Precision.BF16 if "bfloat16" in dtypes else Precision.FP32
+    if autocast is Precision.FP16 and precision is Precision.FP32:
+        precision = Precision.FP16  # as a config says it: weights in fp32, and a loss scale
+    return {
+        "precision": precision,
+        "autocast": autocast if autocast is not precision else None,
+        "recomputes": any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+        "compiled": any(compiled(block) is not None for block in find_blocks(model).values()),
+        "adapters": hasattr(model, "peft_config"),
+    }
 
 
 def _autocast(model: nn.Module, device_kind: str) -> Precision | None:

@@ -367,19 +367,7 @@ def make_trainer(run: Run) -> Trainer:
     generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
     sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
-    # Nothing can be counted in a process where Liger's kernels are applied.
-    without_mask = dict if training.use_liger_kernel else partial(facts.saved_without_mask, run.config)
-    plan_check = None
-    if run.files is not None:
-        shown = run.files.get("plan.json", "")
-        plan_check = PlanCheck(
-            run.plan,
-            run.folder,
-            shown,
-            recomputes=training.recomputes,
-            without_mask=without_mask,
-            evaluating=run.evaluating.peak if run.evaluating else 0,
-        )
+    plan_check = _plan_check(run)
     model: Any = make_model(run)
     if run.config.model.quantization_config is not None and run.plan.layout is None:
         model.to(arguments.device)  # Hugging Face leaves quantised models where they are
@@ -427,6 +415,23 @@ def make_trainer(run: Run) -> Trainer:
     if deepspeed.clips_itself(run.plan):
         trainer.accelerator.max_grad_norm = run.config.training.max_grad_norm
     return trainer
+
+
+def _plan_check(run: Run) -> PlanCheck | None:
+    """What compares the plan with what the run takes, on the rank that writes files."""
+    if run.files is None:
+        return None
+    training = run.config.training
+    # Nothing can be counted in a process where Liger's kernels are applied.
+    without_mask = dict if training.use_liger_kernel else partial(facts.saved_without_mask, run.config)
+    return PlanCheck(
+        run.plan,
+        run.folder,
+        run.files.get("plan.json", ""),
+        recomputes=training.recomputes,
+        without_mask=without_mask,
+        evaluating=run.evaluating.peak if run.evaluating else 0,
+    )
 
 
 def describe(run: Run, model: PreTrainedModel) -> About:
