@@ -83,7 +83,7 @@ def told(found: Found) -> str:
         memory = found.get("reserved_peak_bytes") or found.get("device_peak_bytes")
         words = [f"{found['tokens_per_s']:,.0f} tokens/s", f"{step_s(found):.3f} s a step"]
         words += [f"{human(memory)} of the device"] if memory else []
-        words += [f"{found['params'] / 1e9:.1f} B parameters"] if "params" in found else []
+        words += [f"{found['params'] / 1e6:,.1f} M parameters"] if "params" in found else []
         return ", ".join(words)
     if "free_bytes" in found:
         return f"free host memory: {' then '.join(map(human, found['free_bytes']))}"

@@ -172,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def trials(given: argparse.Namespace) -> list[Callable[[], dict[str, Any]]]:
+def trials(given: argparse.Namespace) -> Sequence[Callable[[], dict[str, Any]]]:
     """The cases that are asked for; each prints what it found."""
     cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
     random.Random(0).shuffle(cases)
