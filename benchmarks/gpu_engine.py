@@ -182,7 +182,9 @@ def trials(given: argparse.Namespace) -> Sequence[Callable[[], dict[str, Any]]]:
     found = [partial(try_case, *case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
     if given.saved:
         saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
-        found += [partial(try_saved, *case, given.device) for case in saved]
+        found += [
+            partial(try_saved, name, attention, dtype, policy, given.device) for name, attention, dtype, policy in saved
+        ]
     return found
 
 
