@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,11 @@ def chosen(plan: Plan) -> Choice:
     if layout is not None:
         every = to_jsonable_python(layout)
         found["layout"] = {key: value for key, value in every.items() if key not in ("buckets", "units", "bound_s")}
-        default = {field.name: to_jsonable_python(field.default) for field in fields(Bucket)}
+        given = [field for field in fields(Bucket) if field.default is not MISSING]
+        default = {field.name: to_jsonable_python(field.default) for field in given}
         found["buckets"] = [
             {"first": one["params"][0], "params": len(one["params"])}
-            | {key: one[key] for key in sorted(OF_A_BUCKET) if key != "name" and one[key] != default[key]}
+            | {key: one[key] for key in sorted(OF_A_BUCKET) if key != "name" and one[key] != default.get(key, MISSING)}
             for one in every["buckets"]
         ]
     return found
