@@ -160,7 +160,7 @@ def priced(plan: Plan, choice: Choice) -> float | None:
             bare = [{key: value for key, value in one.items() if key not in ("first", "params")} for one in wanted]
             plain = [_bare(bucket) | one for bucket, one in zip(buckets, bare, strict=True)]
             layout = replace(plan.layout, buckets=tuple(map(TypeAdapter(Bucket).validate_python, plain)))
-            return seconds_of(plan.facts, layout, plan.facts.machine.rates)
+            return seconds_of(plan.facts_as_kept(), layout, plan.facts.machine.rates)
     return None
 
 
