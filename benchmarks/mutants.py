@@ -11,8 +11,8 @@ stay valid while code moves. The transfers themselves are left out: they impleme
 
 A copy of the tree has a process that has imported the tests. For a mutant it writes the changed file, forks, gives the
 functions that are there their new code, and runs the tests; ranks, which start anew, read the file. The tests are those
-that come by the call, which a first run of all finds out, the most successful and quickest first, up to
-``LIMIT_S``. ``results.jsonl`` has a line for each mutant, and the next call goes on behind the last one;
+that come by the call, which a first run of all finds out, the most successful first, up to
+``--seconds``. ``results.jsonl`` has a line for each mutant, and the next call goes on behind the last one;
 ``--survivors`` tries those again that survived, with ``--tests``. ``table.md`` shows all.
 """
 
@@ -48,8 +48,8 @@ TESTS = (
     "tests/parity/test_engine.py", "tests/parity/test_activations.py", "tests/parity/test_ahead.py",
     "tests/parity/test_disk_weights.py", "tests/parity/test_disk_trained.py", "tests/parity/test_one_place.py",
 )  # fmt: skip
-# Seconds of CPU for one mutant, and for one test; seconds after which a test is stuck.
-LIMIT_S, TEST_S, WAIT_S = 20.0, 20.0, 400
+# Seconds of CPU for one test; seconds after which a test is stuck.
+TEST_S, WAIT_S = 20.0, 400
 COPIED = ("strategies", "trainer", "launch", "tests", "benchmarks", "configs", "docs", "pyproject.toml", "deepstow")
 
 SITE = "import builtins, pathlib\nbuiltins.reached = lambda number: pathlib.Path({!r}, str(number)).touch()\n"
@@ -260,14 +260,14 @@ def instrumented(every: Sequence[Mutant]) -> dict[str, bytes]:
     return files
 
 
-def chosen(tests: Mapping[str, Any], number: int, kills: Mapping[str, int]) -> list[str]:
-    """Tests that come by a mutant, as many as time allows: those that killed most others first, then the quickest."""
+def chosen(tests: Mapping[str, Any], number: int, kills: Mapping[str, int], limit_s: float) -> list[str]:
+    """Tests that come by a mutant, of ``limit_s`` in all: first what killed most, delays copies, or is quick."""
     reaching = [name for name, test in tests.items() if number in test["reached"]]
-    reaching.sort(key=lambda name: (-kills[name], tests[name]["seconds"]))
+    reaching.sort(key=lambda name: (-kills[name], "delayed" not in name, tests[name]["seconds"]))
     found, seconds = list[str](), 0.0
     for name in reaching:
         seconds += tests[name]["seconds"]
-        found += [name] if seconds < LIMIT_S or not found else []
+        found += [name] if seconds < limit_s or not found else []
     return found
 
 
@@ -304,6 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tests", nargs="+", default=list(TESTS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="of CPU for the tests of one mutant")
     parser.add_argument("--survivors", action="store_true", help="those that survived so far, and no others")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -326,7 +327,7 @@ def main() -> None:
     again = [name for name, row in last.items() if row["verdict"] != "killed"]
     for number, one in enumerate(every):
         if one.name in again if given.survivors else one.name not in last:
-            row = judged(copy, one, chosen(tests, number, kills))
+            row = judged(copy, one, chosen(tests, number, kills, given.seconds))
             kills[row["test"]] += 1
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
