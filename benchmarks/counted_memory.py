@@ -28,6 +28,7 @@ from tests.helpers.live import Live
 
 ROWS, LENGTH, EVALUATED, OFF, WORDS = 2, 64, 8, 0.03, 2048  # evaluated: Hugging Face's default
 HEADS: Mapping[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+NO_DROPOUT: Mapping[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LLAMA: Mapping[str, Any] = {
     "intermediate_size": 160, "num_key_value_heads": 2, "vocab_size": WORDS, "use_cache": False, **HEADS,
 }  # fmt: skip
@@ -64,6 +65,11 @@ def _gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+def _mixtral() -> Any:
+    config = transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
 def _t5() -> Any:
     sizes: dict[str, Any] = {
         "d_model": 64,
@@ -79,17 +85,12 @@ def _t5() -> Any:
 
 
 def _bert() -> Any:
-    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=WORDS, intermediate_size=160, max_position_embeddings=LENGTH, **HEADS, **dropout
-        )
-    )
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "intermediate_size": 160, "max_position_embeddings": LENGTH}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **HEADS, **NO_DROPOUT))
 
 
 def _vit() -> Any:
-    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config: Any = transformers.ViTConfig(image_size=32, patch_size=4, intermediate_size=160, **HEADS, **dropout)
+    config: Any = transformers.ViTConfig(image_size=32, patch_size=4, intermediate_size=160, **HEADS, **NO_DROPOUT)
     config.num_labels = 10
     return transformers.ViTForImageClassification(config)
 
@@ -97,12 +98,7 @@ def _vit() -> Any:
 FAMILIES: Mapping[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "llama": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), words),
     "gpt2": (_gpt2, words),
-    "mixtral": (
-        lambda: transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
-        ),
-        words,
-    ),
+    "mixtral": (_mixtral, words),
     "t5": (_t5, words),
     "bert": (_bert, words),
     "vit": (_vit, images),
@@ -163,17 +159,9 @@ def main() -> None:
             rows.append((family, way, *bytes_, *(f"{error:+.1%}" for error in errors), "off" if mark else ""))
             print(*rows[-1], file=sys.stderr, flush=True)
     title = (
-        "family",
-        "way",
-        "predicted, KiB",
-        "training",
-        "evaluation",
-        "host, predicted",
-        "host",
-        "device by",
-        "host by",
+        "family", "way", "predicted, KiB", "training", "evaluation", "host, predicted", "host", "device by", "host by",
         "",
-    )
+    )  # fmt: skip
     print("\n".join(table(title, rows, markdown=True)))
     print(f"\n{marked} of {len(rows)} are off by more than {OFF:.0%}")
 

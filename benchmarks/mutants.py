@@ -9,10 +9,10 @@ or untested. Mutants are found in the syntax tree of ``strategies/engine``, by t
 event that is waited for, a result, a settle or a record becomes ``None``. A mutant's name has no line, so that results
 stay valid while code moves. The transfers themselves are left out: they implement waiting.
 
-Two copies of the tree each have a process that has imported the tests. For a mutant it writes the changed file, forks,
-gives the functions that are there their new code, and runs the tests; ranks, which start anew, read the file. The tests
-are those that come by the call, which a first run of all finds out, the most successful and quickest first, up to
-``LIMIT_S``. ``results.jsonl`` has a line for each mutant, and the next call goes on behind the last one;
+A copy of the tree has a process that has imported the tests. For a mutant it writes the changed file, forks, gives the
+functions that are there their new code, and runs the tests; ranks, which start anew, read the file. The tests are those
+that come by the call, which a first run of all finds out, the most successful first, up to
+``--seconds``. ``results.jsonl`` has a line for each mutant, and the next call goes on behind the last one;
 ``--survivors`` tries those again that survived, with ``--tests``. ``table.md`` shows all.
 """
 
@@ -31,11 +31,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -50,10 +48,9 @@ TESTS = (
     "tests/parity/test_engine.py", "tests/parity/test_activations.py", "tests/parity/test_ahead.py",
     "tests/parity/test_disk_weights.py", "tests/parity/test_disk_trained.py", "tests/parity/test_one_place.py",
 )  # fmt: skip
-COPIES = 2
-# Seconds of CPU for one mutant, and for one test; seconds after which a test is stuck.
-LIMIT_S, TEST_S, WAIT_S = 20.0, 20.0, 400
-COPIED = ("strategies", "trainer", "launch", "tests", "benchmarks", "configs", "docs", "pyproject.toml", "deepstow.py")
+# Seconds of CPU for one test; seconds after which a test is stuck.
+TEST_S, WAIT_S = 20.0, 400
+COPIED = ("strategies", "trainer", "launch", "tests", "benchmarks", "configs", "docs", "pyproject.toml", "deepstow")
 
 SITE = "import builtins, pathlib\nbuiltins.reached = lambda number: pathlib.Path({!r}, str(number)).touch()\n"
 
@@ -147,13 +144,8 @@ def swap(file: Path, text: bytes) -> None:
 class Watch:
     """A plugin of pytest: which mutants each test comes by, and its seconds of CPU; what failed first."""
 
-    def __init__(self, marks: Path, share: Sequence[int] | None) -> None:
-        self.marks, self.share, self.failed, self.wrong = marks, share, ("", ""), False
-        self._began_s = 0.0
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        if self.share is not None:
-            items[:] = items[self.share[0] :: self.share[1]]
+    def __init__(self, marks: Path) -> None:
+        self.marks, self.failed, self.wrong, self._began_s = marks, ("", ""), False, 0.0
 
     def pytest_runtest_setup(self, item: Any) -> None:
         self._began_s, self.wrong = time.process_time(), False
@@ -166,7 +158,7 @@ class Watch:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.failed = (report.nodeid, str(crash.message if crash else report.longrepr)[:200])
             self.wrong = True
-        if report.when == "teardown" and self.share is not None and not self.wrong:
+        if report.when == "teardown" and not self.wrong:
             found = [int(each.name) for each in self.marks.iterdir() if each.name.isdigit()]
             for each in found:
                 (self.marks / str(each)).unlink()
@@ -199,8 +191,8 @@ def serve(copy: Path) -> None:
             os.dup2(out, 1)
             os.dup2(out, 2)
             for file, text in asked["files"].items():
-                swap(copy / file, text.encode())
-            watch = Watch(marks, asked["share"])
+                swap(copy / "deepstow" / file, text.encode())
+            watch = Watch(marks)
             code = pytest.main([*asked["options"], *asked["tests"]], plugins=[watch])
             answer = {"code": int(code), "failed": watch.failed}
             with os.fdopen(write, "w") as pipe:
@@ -226,7 +218,7 @@ class Copy:
         for name in COPIED:
             from_, to = REPO / name, self.folder / name
             if from_.is_dir():
-                shutil.copytree(from_, to, ignore=shutil.ignore_patterns("records"))
+                shutil.copytree(from_, to, symlinks=True, ignore=shutil.ignore_patterns("records"))
             else:
                 shutil.copy2(from_, to)
         (self.folder / "marks").mkdir()
@@ -245,20 +237,10 @@ class Copy:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline()) if answer else None
 
-    def run(
-        self, files: Mapping[str, bytes], tests: Sequence[str], share: Sequence[int] | None = None
-    ) -> dict[str, Any]:
-        options = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--assert=plain",
-            "-m",
-            "not slow",
-            *(["-x"] if share is None else []),
-        ]
+    def run(self, files: Mapping[str, bytes], tests: Sequence[str], *options: str) -> dict[str, Any]:
+        given = ["-q", "-p", "no:cacheprovider", "--assert=plain", "-m", "not slow", *options]
         text = {file: each.decode() for file, each in files.items()}
-        return dict(self.ask({"files": text, "tests": list(tests), "options": options, "share": share}))
+        return dict(self.ask({"files": text, "tests": list(tests), "options": given}))
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -278,20 +260,14 @@ def instrumented(every: Sequence[Mutant]) -> dict[str, bytes]:
     return files
 
 
-def together(copies: Sequence[Copy], todo: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """``run`` of each copy with its arguments, at the same time."""
-    with ThreadPoolExecutor(len(copies)) as pool:
-        return list(pool.map(lambda copy, what: copy.run(*what), copies, todo))
-
-
-def chosen(tests: Mapping[str, Any], number: int, kills: Mapping[str, int]) -> list[str]:
-    """Tests that come by a mutant, as many as time allows: those that killed most others first, then the quickest."""
+def chosen(tests: Mapping[str, Any], number: int, kills: Mapping[str, int], limit_s: float) -> list[str]:
+    """Tests that come by a mutant, of ``limit_s`` in all: first what killed most, delays copies, or is quick."""
     reaching = [name for name, test in tests.items() if number in test["reached"]]
-    reaching.sort(key=lambda name: (-kills[name], tests[name]["seconds"]))
+    reaching.sort(key=lambda name: (-kills[name], "delayed" not in name, tests[name]["seconds"]))
     found, seconds = list[str](), 0.0
     for name in reaching:
         seconds += tests[name]["seconds"]
-        found += [name] if seconds < LIMIT_S or not found else []
+        found += [name] if seconds < limit_s or not found else []
     return found
 
 
@@ -300,12 +276,11 @@ def judged(copy: Copy, one: Mutant, tests: Sequence[str]) -> dict[str, Any]:
     began_s = time.monotonic()
     row = {"mutant": one.name, "verdict": "not reached", "test": "", "by": "", "seconds": 0.0}
     if tests:
-        found = copy.run({one.file: one.text((REPO / one.file).read_bytes())}, tests)
+        found = copy.run({one.file: one.text((REPO / one.file).read_bytes())}, tests, "-x")
         test, why = found["failed"]
         row |= {"verdict": "killed" if test or found["code"] else "survived", "test": test}
-        row["by"] = (
-            f"{test.rpartition('/')[2]}: {why.splitlines()[0] if why else ''}" if test else f"{len(tests)} tests"
-        )
+        said = why.partition("\n")[0]
+        row["by"] = f"{test.rpartition('/')[2]}: {said}" if test else f"{len(tests)} tests"
     return row | {"seconds": round(time.monotonic() - began_s, 1)}
 
 
@@ -329,7 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tests", nargs="+", default=list(TESTS))
-    parser.add_argument("--share", type=int, default=COPIES, help="one of so many tests for each copy")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of CPU for the tests of one mutant")
     parser.add_argument("--survivors", action="store_true", help="those that survived so far, and no others")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -343,36 +318,20 @@ def main() -> None:
         return
     given.out.mkdir(parents=True, exist_ok=True)
     results, map_of = given.out / "results.jsonl", given.out / "reached.json"
-    copies = [Copy(given.tests) for _ in range(COPIES)]
+    copy = Copy(given.tests)
     if not map_of.exists() or given.survivors:
-        files, shares = instrumented(every), [(at, given.share) for at in range(COPIES)]
-        together(copies, [(files, given.tests, share) for share in shares])
-        found = [test for copy in copies for test in known(copy.folder / "marks" / "tests.jsonl")]
-        map_of.write_text(json.dumps({test["test"]: test for test in found}))
-    tests, kills = json.loads(map_of.read_text()), Counter[str]()
-    last = {row["mutant"]: row for row in known(results)}
-    kills.update(row["test"] for row in last.values())
+        copy.run(instrumented(every), given.tests)
+        map_of.write_text(json.dumps({test["test"]: test for test in known(copy.folder / "marks" / "tests.jsonl")}))
+    tests, last = json.loads(map_of.read_text()), {row["mutant"]: row for row in known(results)}
+    kills = Counter(row["test"] for row in last.values())
     again = [name for name, row in last.items() if row["verdict"] != "killed"]
-    todo = [
-        each for each in enumerate(every) if (each[1].name in again if given.survivors else each[1].name not in last)
-    ]
-    with results.open("a") as file:
-
-        def work(copy: Copy) -> None:
-            while todo:
-                number, one = todo.pop(0)
-                row = judged(copy, one, chosen(tests, number, kills))
-                kills[row["test"]] += 1
+    for number, one in enumerate(every):
+        if one.name in again if given.survivors else one.name not in last:
+            row = judged(copy, one, chosen(tests, number, kills, given.seconds))
+            kills[row["test"]] += 1
+            with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-                file.flush()
-
-        threads = [Thread(target=work, args=[copy]) for copy in copies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for copy in copies:
-        copy.close()
+    copy.close()
     (given.out / "table.md").write_text(table(known(results)))
 
 

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,11 @@ def chosen(plan: Plan) -> Choice:
     if layout is not None:
         every = to_jsonable_python(layout)
         found["layout"] = {key: value for key, value in every.items() if key not in ("buckets", "units", "bound_s")}
-        default = {field.name: to_jsonable_python(field.default) for field in fields(Bucket)}
+        given = [field for field in fields(Bucket) if field.default is not MISSING]
+        default = {field.name: to_jsonable_python(field.default) for field in given}
         found["buckets"] = [
             {"first": one["params"][0], "params": len(one["params"])}
-            | {key: one[key] for key in sorted(OF_A_BUCKET) if key != "name" and one[key] != default[key]}
+            | {key: one[key] for key in sorted(OF_A_BUCKET) if key != "name" and one[key] != default.get(key, MISSING)}
             for one in every["buckets"]
         ]
     return found
@@ -159,7 +160,7 @@ def priced(plan: Plan, choice: Choice) -> float | None:
             bare = [{key: value for key, value in one.items() if key not in ("first", "params")} for one in wanted]
             plain = [_bare(bucket) | one for bucket, one in zip(buckets, bare, strict=True)]
             layout = replace(plan.layout, buckets=tuple(map(TypeAdapter(Bucket).validate_python, plain)))
-            return seconds_of(plan.facts, layout, plan.facts.machine.rates)
+            return seconds_of(plan.facts_as_kept(), layout, plan.facts.machine.rates)
     return None
 
 
