@@ -22,7 +22,7 @@ def config_of(
     *,
     tied: bool = False,
     packing: bool = False,
-    lora: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     **training: Any,
 ) -> Path:
     given = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
@@ -32,7 +32,7 @@ def config_of(
         model={
             "config": {**MODEL, "tie_word_embeddings": tied},
             "tokenizer": {"train": "bpe", "vocab_size": 300},
-            "lora": lora,
+            **(model or {}),
         },
         data={"max_length": 32, "eval_fraction": 0.1, "packing": packing},
         training=given,
