@@ -64,7 +64,8 @@ class Left:
         assert main(["--config", str(REPO / "configs/quickstart.yaml"), *arguments]) == 0
         self.peak = torch.accelerator.max_memory_allocated() - before
         compared = json.loads((folder / "plan.json").read_text())["measured"]
-        self.planned = max(each["predicted"] for each in compared if each["owner"] == "device, peak")
+        planned = (each["predicted"] for each in compared if each["owner"] == "device, peak")
+        self.planned = max(planned, default=0)  # of a run that has had a second step
         records = metrics(folder)
         self.steps = [(each["step"], each["loss"], each.get("grad_norm")) for each in records if "loss" in each]
         self.weights = load_file(folder / "export" / "model.safetensors")  # adapters are merged
