@@ -16,13 +16,25 @@ MODEL = {"model_type": "llama", "num_hidden_layers": 3, "max_position_embeddings
 OFFLOAD = {"site": "streamed", "weights": "streamed", "gradients": "host"}
 
 
-def config_of(folder: Path, strategies: dict[str, Any], *, tied: bool = False, **training: Any) -> Path:
+def config_of(
+    folder: Path,
+    strategies: dict[str, Any],
+    *,
+    tied: bool = False,
+    packing: bool = False,
+    model: dict[str, Any] | None = None,
+    **training: Any,
+) -> Path:
     given = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
     given |= {"learning_rate": 1e-3, **training}
     return write_config(
         folder,
-        model={"config": {**MODEL, "tie_word_embeddings": tied}, "tokenizer": {"train": "bpe", "vocab_size": 300}},
-        data={"max_length": 32, "eval_fraction": 0.1},
+        model={
+            "config": {**MODEL, "tie_word_embeddings": tied},
+            "tokenizer": {"train": "bpe", "vocab_size": 300},
+            **(model or {}),
+        },
+        data={"max_length": 32, "eval_fraction": 0.1, "packing": packing},
         training=given,
         strategies=strategies,
     )

@@ -63,7 +63,6 @@ CASES = {
     "host, in backward": Case(travels("host", in_backward=True)),
     "host, deferred": Case(travels("host")),
     "host, clipped": Case(travels("host"), max_norm=0.05),
-    "host, clipped ahead": Case(travels("host", ahead=True), max_norm=0.05),
     "host, accumulated": Case(travels("host"), max_norm=0.05, accumulation=3),
     "host, passing": Case(travels("host", in_backward=True, passing=True)),
     "streamed, in backward": Case(travels("streamed", in_backward=True)),

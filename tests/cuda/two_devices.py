@@ -1,4 +1,7 @@
-"""A process with two devices: each has its streams, memory and generator, and training on either has the same bits."""
+"""A process with two devices: each has its streams, memory and generator. Training on either has the same bits, under
+every layout, also where the device is not the current one, and puts nothing on the other."""
+
+from typing import Any
 
 import torch
 
@@ -10,6 +13,11 @@ from tests.helpers.models import build, on
 
 FIRST, SECOND = "cuda:0", "cuda:1"
 STEPS = 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "resident": {"site": "device"},
+    "host": {"site": "host", "weights": "travelling", "park": "host", "prefetch": 1},
+    "streamed": {"site": "streamed", "weights": "travelling", "park": "host", "prefetch": 1},
+}
 
 
 def refused(call: object, line: str) -> None:
@@ -41,13 +49,16 @@ def main() -> None:
     known = fake_cuda.complaints(fake)
     expected = plain(on(FIRST, build("llama")), batches_on(FIRST, "llama", STEPS), max_norm=0.5)
     for device in (FIRST, SECOND):
-        model = build("llama")
-        plan = plan_of(model, site="streamed", weights="travelling", park="host", prefetch=1, max_norm=0.5)
-        transfer = AcceleratorTransfer(torch.device(device))
         batches = batches_on(device, "llama", STEPS)
-        found = stowed(model, plan, batches, max_norm=0.5, device=device, transfer=transfer)
-        assert differences(expected, found) == [], device
         assert differences(expected, plain(on(device, build("llama")), batches, max_norm=0.5)) == [], device
+        elsewhere = SECOND if device == FIRST else FIRST
+        for name, wishes in LAYOUTS.items():
+            before = torch.cuda.memory_stats(elsewhere)["allocation.all.allocated"]
+            plan, transfer = plan_of(build("llama"), max_norm=0.5, **wishes), AcceleratorTransfer(torch.device(device))
+            found = stowed(build("llama"), plan, batches, max_norm=0.5, device=device, transfer=transfer)
+            assert differences(expected, found) == [], (device, name)
+            assert torch.cuda.memory_stats(elsewhere)["allocation.all.allocated"] == before, (device, name)
+    assert torch.cuda.current_device() == 0
     assert fake_cuda.complaints(fake) == known
 
 

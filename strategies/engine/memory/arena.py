@@ -18,6 +18,7 @@ import mmap
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -183,4 +184,8 @@ def alone(view: Tensor) -> Tensor:
     storage for tied weights. Kinds of device that are registered with torch have no DLPack, and keep the arena's.
     """
     there = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
-    return from_dlpack(view.detach()) if there else view.data
+    if not there:
+        return view.data
+    here = torch.cuda.device(view.device) if view.is_cuda else nullcontext()  # torch asks for the current one
+    with here:
+        return from_dlpack(view.detach())

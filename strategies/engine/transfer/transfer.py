@@ -163,12 +163,14 @@ class AcceleratorTransfer(Transfer):
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
         # ``with stream:`` would share the former stream between threads.
-        former = torch.accelerator.current_stream(self._device)
-        torch.accelerator.set_stream(self._stream(lane))
+        former, current = torch.accelerator.current_stream(self._device), torch.accelerator.current_device_index()
+        torch.accelerator.set_stream(self._stream(lane))  # its device becomes the current one
         try:
             yield
         finally:
             torch.accelerator.set_stream(former)
+            if current != former.device_index:
+                torch.accelerator.set_device_index(current)
 
     def _stream(self, lane: Lane) -> torch.Stream:
         """COMPUTE: the caller's; backward runs in a thread of its own, on the stream of the forward it belongs to."""

@@ -7,6 +7,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -21,6 +22,7 @@ struct How {
   bool causal;
   Optional bias;
   Scale scale;
+  int64_t before = -1;  // of packed rows: so many tokens before its own are seen; -1: all
 };
 
 Optional there(const Optional& given) { return given && given->defined() ? Optional(for_stream(*given)) : std::nullopt; }
@@ -119,10 +121,18 @@ std::tuple<Tensor, Tensor, Tensor> cudnn_backward(
 
 // --- packed rows
 
-bool is_causal(bool causal, std::optional<c10::SymInt> left, std::optional<c10::SymInt> right) {
+How windowed(bool causal, std::optional<c10::SymInt> left, std::optional<c10::SymInt> right, Scale scale) {
   int64_t before = left ? left->expect_int() : -1, after = right ? right->expect_int() : -1;
-  TORCH_CHECK(before < 0 && after <= 0, NAME, ": attention has no windows");
-  return causal || after == 0;
+  TORCH_CHECK(after == 0 || (after < 0 && before < 0), NAME, ": attention has no windows that see what follows");
+  return {causal || after == 0, {}, scale, before};
+}
+// The same for a document of so many tokens: a window is a bias, on a stream's thread.
+How of_document(const How& how, const Tensor& like, int64_t tokens) {
+  if (how.before < 0 || tokens <= how.before + 1) return how;
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto seen = at::ones({tokens, tokens}, like.options().dtype(at::kBool)).tril().triu(-how.before);
+  auto bias = at::zeros({tokens, tokens}, like.options()).masked_fill_(seen.logical_not(), -std::numeric_limits<double>::infinity());
+  return {false, bias, how.scale};
 }
 
 // A document of [tokens, heads, width] as the kernel takes it; and its part of sums [heads, tokens].
@@ -146,9 +156,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> packed(
   TORCH_CHECK(lengths && lengths_of_keys && !used && !slopes, NAME, ": flash attention of packed rows alone");
   Tensor out = at::empty_like(q), sums = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
   issue_kernel([q = for_stream(q), k = for_stream(k), v = for_stream(v), out = for_stream(out), sums = for_stream(sums),
-                queries = for_stream(*lengths), keys = for_stream(*lengths_of_keys), how = How{is_causal(causal, left, right), {}, scale}] {
+                queries = for_stream(*lengths), keys = for_stream(*lengths_of_keys), how = windowed(causal, left, right, scale)] {
     each_document(queries, keys, [&](int64_t a, int64_t b, int64_t c, int64_t d) {
-      forward(document(q, a, b), document(k, c, d), document(v, c, d), how, document(out, a, b), document_sums(sums, a, b));
+      forward(document(q, a, b), document(k, c, d), document(v, c, d), of_document(how, q, b - a), document(out, a, b),
+              document_sums(sums, a, b));
     });
   }, false);
   return {out, sums, none(q, at::kUInt64), none(q, at::kUInt64), at::empty({0}, q.options())};
@@ -161,10 +172,10 @@ std::tuple<Tensor, Tensor, Tensor> packed_backward(
   Tensor dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
   issue_kernel([grad = for_stream(grad), q = for_stream(q), k = for_stream(k), v = for_stream(v), out = for_stream(out),
                 sums = for_stream(sums), queries = for_stream(lengths), keys = for_stream(lengths_of_keys),
-                how = How{is_causal(causal, left, right), {}, scale}, dq = for_stream(dq), dk = for_stream(dk), dv = for_stream(dv)] {
+                how = windowed(causal, left, right, scale), dq = for_stream(dq), dk = for_stream(dk), dv = for_stream(dv)] {
     each_document(queries, keys, [&](int64_t a, int64_t b, int64_t c, int64_t d) {
       backward(document(grad, a, b), document(q, a, b), document(k, c, d), document(v, c, d), document(out, a, b),
-               document_sums(sums, a, b), how, {document(dq, a, b), document(dk, c, d), document(dv, c, d)});
+               document_sums(sums, a, b), of_document(how, q, b - a), {document(dq, a, b), document(dk, c, d), document(dv, c, d)});
     });
   }, false);
   return {dq, dk, dv};

@@ -50,12 +50,22 @@ c10::Device device_of(const c10::OperatorHandle& op, const torch::jit::Stack& st
   return found.value_or(c10::Device(c10::kCUDA, c10::cuda::current_device()));
 }
 
+// Whether a GPU, too, waits: a size or a number depends on values, or indexes come from the host.
+bool waits_on_a_gpu(const c10::OperatorHandle& op, const Call& call) {
+  if (call.indexes_from_host) return true;
+  const std::string& name = op.schema().name();
+  if (name == "aten::index" || name.find("index_put") != std::string::npos) {  // by numbers nothing depends on values
+    for (const auto& index : tensors_of(call.given[1]))
+      if (index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte)) return true;
+    return false;
+  }
+  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::cuda::CUDAGuard guard(device_of(op, *stack));
   Call call(op, stack);
-  // A GPU, too, waits where a size or a number depends on values, and where indexes come from the host.
-  bool waits = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) || call.indexes_from_host;
-  if (waits && c10::cuda::warning_state().get_sync_debug_mode() != c10::cuda::SyncDebugMode::L_DISABLED)
+  if (waits_on_a_gpu(op, call) && c10::cuda::warning_state().get_sync_debug_mode() != c10::cuda::SyncDebugMode::L_DISABLED)
     c10::cuda::warn_or_error_on_sync();
   call_on_the_cpu(call, stack);
 }
@@ -98,7 +108,7 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, c
 
 // Torch's own, which compute nothing, or only call the runtime.
 const std::set<std::string> KEPT{
-    "_local_scalar_dense", "_pin_memory", "_reshape_alias", "as_strided", "empty.memory_format", "empty_strided", "is_pinned",
+    "_fused_sdp_choice", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "as_strided", "empty.memory_format", "empty_strided", "is_pinned",
     "is_set_to", "record_stream", "resize_", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset",
     "set_.source_Tensor", "unfold", "view", "view.dtype", "view_as_complex", "view_as_real", "_efficientzerotensor"};
 // Torch's own for CUDA are not the dispatcher's, or choose among libraries of CUDA's.
