@@ -30,7 +30,7 @@ MAKE = RUN_HERE | {
     "test-all",
     "test-rare",
     "test-torchao",
-    "test-liger",
+    "test-liger", "test-cuda",
     "faults",
     "lint",
     "setup",
