@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.strategies.engine.transfer.worker import Worker, spare_cores
 from deepstow.trainer.machine.rates import MIB, beside_launches, host_update
