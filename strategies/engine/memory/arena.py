@@ -186,6 +186,6 @@ def alone(view: Tensor) -> Tensor:
     there = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
     if not there:
         return view.data
-    here = torch.cuda.device(view.device) if view.is_cuda else nullcontext()  # torch asks for the current one
+    here = torch.accelerator.device_index(view.device.index) if view.is_cuda else nullcontext()  # torch asks it
     with here:
         return from_dlpack(view.detach())
