@@ -109,7 +109,9 @@ def agreement(ranks: Ranks, timeout_s: int) -> Iterator[Agreement]:
     if ranks.world_size == 1:
         yield Agreement()
         return
-    made = Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+    opened = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    made = Agreement(opened)
+    dist.barrier(group=opened)  # who has nothing to agree on would close it while others still connect
     try:
         yield made
     finally:
