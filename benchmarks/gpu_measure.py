@@ -41,7 +41,7 @@ from deepstow.benchmarks.harness.contenders import Trained, Unavailable
 from deepstow.benchmarks.harness.work import BUDGET, Contender, Work
 from deepstow.launch import cli
 from deepstow.strategies.core.protocol import Refusal
-from deepstow.strategies.core.sizes import BESIDE_BYTES
+from deepstow.strategies.core.sizes import OVERHEAD_BYTES
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.memory.arena import PIECE_BYTES, HostMemory
 from deepstow.trainer.machine import profiles, rates
@@ -131,7 +131,7 @@ def largest(given: argparse.Namespace, budget: int) -> int:
     rates, which takes seconds. The memory of the weights is not touched.
     """
     machine = replace(probe(), origin="profile", rates=None)
-    tensors = budget - BESIDE_BYTES.get(machine.device_kind, 0)
+    tensors = budget - OVERHEAD_BYTES.get(machine.device_kind, 0)
     more = {"gpu_memory": tensors, "host_memory": given.host_memory, "machine": machine}
 
     def too_large(blocks: int) -> bool:
@@ -237,7 +237,7 @@ def measured(given: argparse.Namespace) -> int:
     if not given.model:
         return 0
     device = accelerator.current()
-    beside = BESIDE_BYTES.get(device.type, 0) if device is not None and given.tensors else 0
+    beside = OVERHEAD_BYTES.get(device.type, 0) if device is not None and given.tensors else 0
     budget = work.memory("--gpu-memory", given.gpu_memory) + beside
     (contender,) = work.contenders([given.subject], [str(budget)])
     record.refuse_unmeasured(child.surroundings(), [contender])

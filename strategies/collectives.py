@@ -30,7 +30,7 @@ from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
-from deepstow.strategies.core.protocol import BITWISE, LOSSY, Gone, Idle, Parity, Phase, Refusal, Strategy
+from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Removed, Strategy
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.compressed import bucket_bytes, reserves
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
@@ -81,8 +81,8 @@ class Collectives(Strategy):
     phase = Phase.WHO
     needs_ranks = True
     examples = ({"hierarchical": True}, {"slices": 2})
-    gone = {
-        ("compress", "onebit"): Gone(
+    removed = {
+        ("compress", "onebit"): Removed(
             "1-bit Adam learned less than what sends as much; write powersgd or int8",
             "1-bit Adam's momentum and frozen variance are not AdamW's; start anew from its weights",
         )

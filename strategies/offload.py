@@ -33,11 +33,11 @@ from deepstow.strategies.core.plan import RUN, Conflict, Decision, EngineSet, Pl
 from deepstow.strategies.core.protocol import (
     BITWISE,
     LOSSY,
-    Gone,
     MemoryRefusal,
     Parity,
     Phase,
     Refusal,
+    Removed,
     Requirement,
     Strategy,
 )
@@ -179,7 +179,7 @@ class Offload(Strategy):
         "auto: where nothing is clipped.",
     )
 
-    gone = {("update_in_backward", "speculative"): Gone("it gained nothing that was measured; write auto")}
+    removed = {("update_in_backward", "speculative"): Removed("it gained nothing that was measured; write auto")}
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
     _brief: bool = PrivateAttr(default=False)

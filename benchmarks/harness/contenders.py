@@ -132,7 +132,7 @@ class Ours(Trained):
     ) -> None:  # fmt: skip
         from deepstow.strategies.core.facts import Home
         from deepstow.strategies.core.on_disk import disk_bytes
-        from deepstow.strategies.core.sizes import BESIDE_BYTES
+        from deepstow.strategies.core.sizes import OVERHEAD_BYTES
         from deepstow.strategies.engine import AdamW, stow
         from deepstow.strategies.planner.step_cost import plan_cost
         from deepstow.strategies.report.plan_table import table
@@ -145,7 +145,7 @@ class Ours(Trained):
             options |= {"disk": work.disk, "disk_memory": "1TiB"}
         options["host_memory"] = work.host_memory
         if "gpu_memory" in options:  # of all that is on the device; a plan is for its tensors
-            options["gpu_memory"] -= BESIDE_BYTES.get(device.type, 0)
+            options["gpu_memory"] -= OVERHEAD_BYTES.get(device.type, 0)
         prepare(model, device, compiled, attention)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm

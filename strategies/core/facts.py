@@ -340,7 +340,7 @@ class MachineFacts:
     rates: Rates | None = None  # this rank's part; None: unknown
     ranks: int = 0  # of the job that are on it; 0: all
     in_order: bool = True  # one of ``IN_ORDER``, or not known to be another
-    beside_device_bytes: int = 0  # of the whole device, that its context and libraries have; not in ``device_bytes``
+    device_overhead_bytes: int = 0  # of the whole device, that its context and libraries have; not in ``device_bytes``
 
     @property
     def has_accelerator(self) -> bool:

@@ -88,7 +88,7 @@ LOSSY = inf
 BITWISE = Parity(0.0, "")
 
 
-class Gone(NamedTuple):
+class Removed(NamedTuple):
     """An option, or a value of one, that earlier versions had."""
 
     cure: str  # what to write instead
@@ -121,18 +121,18 @@ class Strategy(BaseModel, ABC):
     # Strategies whose questions this one answers itself, where both are on; see ``beside``.
     takes_over: ClassVar[tuple[str, ...]] = ()
     needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only
-    # By option and value; None: whatever the value.
-    gone: ClassVar[Mapping[tuple[str, str | None], Gone]] = {}
+    # Options that earlier versions had, by option and value; None: whatever the value.
+    removed: ClassVar[Mapping[tuple[str, str | None], Removed]] = {}
 
     @classmethod
-    def gone_of(cls, option: str, value: object) -> Gone | None:
+    def removed_of(cls, option: str, value: object) -> Removed | None:
         """Whether only earlier versions had ``option``, or this value of it."""
-        return cls.gone.get((option, str(value))) or cls.gone.get((option, None))
+        return cls.removed.get((option, str(value))) or cls.removed.get((option, None))
 
     @classmethod
     def of_saved(cls, options: Mapping[str, Any]) -> Strategy:
         """The strategy of a checkpoint's config, which an earlier version may have written."""
-        return cls.model_validate({key: value for key, value in options.items() if not cls.gone_of(key, value)})
+        return cls.model_validate({key: value for key, value in options.items() if not cls.removed_of(key, value)})
 
     @property
     def written(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ SHARE = 0.9  # of a memory if no size is given: the rest is for the context, lib
 # 32 MiB on sm_90, one for each thread that multiplies: forward's and autograd's; scratch of kernels, and what torch's
 # allocator rounds up.
 CONTEXT_BYTES = 512 << 20
-BESIDE_BYTES = {"cuda": CONTEXT_BYTES + 2 * (32 << 20) + (448 << 20)}  # by torch's name of the kind of device
+OVERHEAD_BYTES = {"cuda": CONTEXT_BYTES + 2 * (32 << 20) + (448 << 20)}  # by torch's name of the kind of device
 SMALLEST = 1024  # a smaller number is a mistake: 20 is not 20 bytes of memory
 LARGEST = 1 << 63  # bytes: no machine addresses as many
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -18,7 +18,7 @@ def device_budget(machine: MachineFacts, value: str | float = AUTO) -> int:
     if value == AUTO and not machine.has_accelerator:
         return machine.device_bytes
     if isinstance(value, float) or value == AUTO:
-        return min(machine.device_bytes, _bytes(value, machine.device_bytes + machine.beside_device_bytes))
+        return min(machine.device_bytes, _bytes(value, machine.device_bytes + machine.device_overhead_bytes))
     return _bytes(value, machine.device_bytes)
 
 

@@ -149,8 +149,8 @@ def summary(plan: Plan) -> Iterator[str]:
         peak = plan.peak(home)
         room = has[home] - peak
         rest = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
-        if home is Home.DEVICE and machine.beside_device_bytes:
-            rest += f", beside {human(machine.beside_device_bytes)} for its context and libraries"
+        if home is Home.DEVICE and machine.device_overhead_bytes:
+            rest += f", beside {human(machine.device_overhead_bytes)} for its context and libraries"
         where = home.value if machine.has_accelerator else f"{home.value} ({IN_RAM[home]})"
         yield (
             f"predicted peak per rank, {where}: {human(peak)} of {human(has[home])} ({rest}); "

@@ -136,7 +136,7 @@ def test_the_number_of_ranks() -> None:
     assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ["ranks = 3 (was 2)"]
 
 
-def test_options_that_are_gone() -> None:
+def test_removed_options() -> None:
     """Without state of their own a run goes on without them; else they are named."""
 
     def saved_with(**strategies: Any) -> Any:

@@ -59,9 +59,8 @@ def test_the_mean_loss_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("transformers.Trainer.log", lambda self, logs: said.update(logs))
     trainer = Trainer.__new__(Trainer)
     two = SimpleNamespace(gather=lambda each: torch.cat([each, each + 2]))
-    norms = SimpleNamespace(settle=lambda: None)
     given = {"meter": SimpleNamespace(add_to=lambda *_: None), "state": None, "_trained": True, "accelerator": two}
-    given["norms"] = norms
+    given["stop_non_finite"] = SimpleNamespace(settle=lambda: None)
     vars(trainer).update(given, args=SimpleNamespace(world_size=2, device="cpu"))
     trainer.log({"train_loss": 1.0})
     assert said == {"train_loss": 2.0}

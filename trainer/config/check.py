@@ -73,8 +73,8 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
         return
     for name, value in data.items():
         key, field = (*at, name), model.model_fields.get(name)
-        if gone := issubclass(model, Strategy) and model.gone_of(name, value):
-            yield Fault(key, value, f"is gone: {gone.cure}")
+        if removed := issubclass(model, Strategy) and model.removed_of(name, value):
+            yield Fault(key, value, f"was removed: {removed.cure}")
         elif field is None:
             yield from _unknown(key, value, tuple(model.model_fields))
         elif (inner := inner_model(field.annotation)) and isinstance(value, dict) and not _listed(field.annotation):

@@ -33,7 +33,7 @@ from deepstow.strategies.core.facts import (
 from deepstow.strategies.core.linears import Linear
 from deepstow.strategies.core.optimizers import moments_of
 from deepstow.strategies.core.protocol import Axis, Phase, Refusal, Requirement
-from deepstow.strategies.core.sizes import BESIDE_BYTES
+from deepstow.strategies.core.sizes import OVERHEAD_BYTES
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.machine.profiles import known_rates
 from deepstow.trainer.model import attention, config_keys, hub, loss_terms, pruned
@@ -198,9 +198,9 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     if machine.device_kind == "cpu":
         return MachineFacts(machine.name, host - runtime, host, runtime, rates, **here)
     # Of small devices no more than what auto leaves over.
-    beside = min(BESIDE_BYTES.get(machine.device_kind, 0), machine.device_total_bytes // 10)
+    beside = min(OVERHEAD_BYTES.get(machine.device_kind, 0), machine.device_total_bytes // 10)
     device = machine.device_total_bytes - beside
-    return MachineFacts(machine.name, device, host, runtime, rates, **here, beside_device_bytes=beside)
+    return MachineFacts(machine.name, device, host, runtime, rates, **here, device_overhead_bytes=beside)
 
 
 def asked(count: ModelCount, run: RunFacts, strategies: Mapping[str, Strategy]) -> ModelCount:

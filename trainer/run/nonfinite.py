@@ -72,7 +72,7 @@ class StopNonFinite(TrainerCallback):
         self._look(waits=args.world_size > 1)
         norm = torch.as_tensor(accelerator.last_norm).detach()
         self._transfer = self._transfer or transfer_for(norm.device)
-        told = self._transfer.told(norm)
+        told = self._transfer.to_host(norm)
         self._waiting.append(_Update(state.global_step + 1, *told, trainer.last_loss, trainer.last_inputs))
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
         if norm.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):

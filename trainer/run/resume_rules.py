@@ -190,7 +190,7 @@ def compare(
     if (old := _rounded(saved)) != (new := _rounded(now)):
         found.append(("quantize.qat", QAT, old, new))
     keys, said, refused = changes = Changes(set(), [], [])
-    for key, value, why in _gone(saved):
+    for key, value, why in _removed(saved):
         refused.append(Line(key, None, f"{name} was saved with {_shown(value)}: {why}"))
     other_rows = ""
     if ranks[0] != ranks[1]:
@@ -351,12 +351,12 @@ def _of_strategies(
             yield f"strategies.{name}", MOMENTS, bits[0], bits[1]
 
 
-def _gone(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _removed(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Options of an earlier version whose state no run goes on from: key, value and why."""
     for name in saved.get("strategies", {}).keys() & set(available()):
         for option, value in saved["strategies"][name].items():
-            if (gone := find(name).gone_of(option, value)) and gone.state:
-                yield f"strategies.{name}.{option}", value, gone.state
+            if (removed := find(name).removed_of(option, value)) and removed.state:
+                yield f"strategies.{name}.{option}", value, removed.state
 
 
 def _rounded(tree: Mapping[str, Any]) -> str | None:

@@ -90,8 +90,8 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self.mounted = Mounted(self.output_dir) if self.args.should_save else None
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
         self.spilled_bytes = 0  # of that, while the model is written
-        self.norms = StopNonFinite(self)
-        self.add_callback(self.norms)
+        self.stop_non_finite = StopNonFinite(self)
+        self.add_callback(self.stop_non_finite)
 
     @property
     def stows(self) -> bool:
@@ -236,7 +236,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
         """As Hugging Face's, with our numbers; no record of a training that did not take place."""
-        self.norms.settle()
+        self.stop_non_finite.settle()
         if self._trained or "train_loss" not in logs:
             self.meter.add_to(logs, self.state)
             if "train_loss" in logs and self.args.world_size > 1:  # its steps since the last record are of one rank
@@ -248,7 +248,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's, but it draws no random number of training's: its loader would."""
-        self.norms.settle()
+        self.stop_non_finite.settle()
         with torch.random.fork_rng(devices=[]), self._outer_weights():
             return super().evaluate(*args, **kwargs)
 
@@ -338,7 +338,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write a draft on all ranks, and have it committed beside training; a collective."""
-        self.norms.settle()
+        self.stop_non_finite.settle()
         self.settle()
         folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
         former = self.state.best_model_checkpoint

@@ -106,7 +106,7 @@ class Transfer:
             self._seen[lane, event.lane] = event.number
             self._wait(lane, event)
 
-    def told(self, value: Tensor) -> tuple[Tensor, Event]:
+    def to_host(self, value: Tensor) -> tuple[Tensor, Event]:
         """A copy of a few numbers on the host, to be read once the event has passed."""
         copy = torch.empty_like(value, device="cpu", pin_memory=value.device.type != "cpu")
         copy.copy_(value, non_blocking=True)

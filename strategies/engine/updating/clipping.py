@@ -85,7 +85,7 @@ class Clipping:
             self._carry_out()
         norm = self._gradients.norm(self._device)
         self._unscale = inverse.to(self._device, torch.float32).reshape(())
-        self._inverse = self._transfer.told(self._unscale)
+        self._inverse = self._transfer.to_host(self._unscale)
         return torch.logical_not(norm.isfinite()).float()
 
     def _refuse_odd_scale(self) -> None:
@@ -129,7 +129,7 @@ class Clipping:
         if self._unscale is not None:
             factor = self._of_loss(torch.ones_like(bad) if factor is None else factor)
         return Scale(
-            factor, bad, *self._transfer.told(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]))
+            factor, bad, *self._transfer.to_host(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]))
         )
 
     # --- param.grad, to be read and multiplied -----------------------------------------------------------------------

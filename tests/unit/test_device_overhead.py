@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepstow.strategies.core.sizes import BESIDE_BYTES, CONTEXT_BYTES
+from deepstow.strategies.core.sizes import CONTEXT_BYTES, OVERHEAD_BYTES
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.planner.budget import device_budget
 from deepstow.trainer.machine.probe import GIB
 from deepstow.trainer.machine.profiles import profile
 from deepstow.trainer.planning.facts import machine_facts
 
-BESIDE = BESIDE_BYTES["cuda"]
+OVERHEAD = OVERHEAD_BYTES["cuda"]
 DEVICE = torch.device("cuda", 0)
 
 
@@ -20,13 +20,13 @@ def test_tensors_get_what_context_and_libraries_leave() -> None:
     """A share, and auto, are of the whole device, as long as so much is left; a size is that of tensors."""
     card = profile("h100-pcie5")
     facts, small = (machine_facts(each, 1) for each in (card, replace(card, device_total_bytes=12 * GIB)))
-    assert facts.device_bytes == card.device_total_bytes - BESIDE
+    assert facts.device_bytes == card.device_total_bytes - OVERHEAD
     assert device_budget(facts) == int(0.9 * card.device_total_bytes)
     assert device_budget(facts, 0.5) == int(0.5 * card.device_total_bytes)
-    assert device_budget(small, 1.0) == small.device_bytes == 12 * GIB - BESIDE
+    assert device_budget(small, 1.0) == small.device_bytes == 12 * GIB - OVERHEAD
     assert machine_facts(replace(card, device_total_bytes=1000), 1).device_bytes == 900
     assert device_budget(small, "1GiB") == GIB
-    assert machine_facts(profile("cpu"), 1).beside_device_bytes == 0
+    assert machine_facts(profile("cpu"), 1).device_overhead_bytes == 0
 
 
 @pytest.mark.parametrize(("context", "left"), [(CONTEXT_BYTES // 2, CONTEXT_BYTES), (2 * CONTEXT_BYTES,) * 2])
