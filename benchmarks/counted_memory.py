@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.report.table import table
 from deepstow.trainer.planning.plan_for import plan_for
@@ -136,8 +136,8 @@ def case(family: str, way: str) -> tuple[int, int, int, int, int]:
     with torch.no_grad(), Live() as looked:
         model(**more)
     assert live is not None
-    host = plan.peak(Home.HOST) - plan.facts.machine.runtime_host_bytes
-    return plan.peak(Home.DEVICE), there + live.peak, there + looked.peak, host, hosted
+    host = plan.peak(Tier.HOST) - plan.facts.machine.runtime_host_bytes
+    return plan.peak(Tier.DEVICE), there + live.peak, there + looked.peak, host, hosted
 
 
 def off(predicted: int, counted: int) -> float:

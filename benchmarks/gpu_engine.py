@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
 from deepstow.strategies.engine.memory import accelerator
-from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer, transfer_for
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Stream, Transfer, transfer_for
 from deepstow.trainer.machine.repeated_sums import repeat_sums
 from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers import simulated
@@ -63,12 +63,12 @@ class Paused(AcceleratorTransfer):
         super().__init__(device)
         self._rows = rows_of(device)
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         length = random.randrange(1, LONGEST_PAUSE)
         given, sums = (rows[:length] for rows in self._rows)
-        with self.on(lane):
+        with self.on(stream):
             torch.cumsum(given, 0, out=sums)
-        super()._copy(lane, target, source)
+        super()._copy(stream, target, source)
 
 
 def worst(expected: Result, found: Result) -> float:

@@ -106,10 +106,10 @@ def _places(tree: ast.AST, scope: str, *, value: bool = True) -> Iterator[tuple[
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute):
         called, owner = tree.func.attr, ast.unparse(tree.func.value)
         if called in WAITS and owner.endswith("transfer"):
-            lane = ast.unparse(tree.args[0]).removeprefix("Lane.") if called == "wait" else "host"
+            stream = ast.unparse(tree.args[0]).removeprefix("Stream.") if called == "wait" else "host"
             for event in tree.args[called == "wait" :]:
                 skipped.add(id(event))
-                yield scope, event, f"{lane} does not wait for "
+                yield scope, event, f"{stream} does not wait for "
         elif called in RECORDS and owner.endswith("transfer"):
             yield scope, tree, "no event "
         elif not value and (called in DONE or any(called == name or called.startswith(f"{name}_") for name in SETTLES)):

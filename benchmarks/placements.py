@@ -190,7 +190,7 @@ def case(seed: int, ranks: int = 1, *, common_host: bool = False, known: float |
     start = None
     if [bucket.name for bucket in layout.buckets] == [bucket.name for bucket in usual.places.buckets]:
         start = tuple(
-            next(one for one in choices if (one.site, one.grad_home) == (bucket.site, bucket.grad_home))
+            next(one for one in choices if (one.site, one.grad_tier) == (bucket.site, bucket.grad_tier))
             for bucket, choices in zip(layout.buckets, usual.places.choices, strict=True)
         )
     seconds = usual.seconds(layout)

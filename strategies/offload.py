@@ -7,7 +7,7 @@ Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/l
 Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
 What of the 12 P of ``host`` has no room there may rest on the disk (``disk``), read and written once per step: 24 P.
 So may weights that travel, which are read in forward and in backward, and if they are trained written once: with
-updates in backward that take the gradients (``gradients: passing``) nothing of a block has to have its home in memory.
+updates in backward that take the gradients (``gradients: passing``) nothing of a block has to rest in memory.
 With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/ranks/shares.py``.
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
@@ -24,7 +24,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from deepstow.strategies.core import fp8
 from deepstow.strategies.core.common_host import common_bytes
-from deepstow.strategies.core.facts import Facts, Home, Precision, RunFacts
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier
 from deepstow.strategies.core.layout import Reduction
 from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.core.on_disk import check_folders, disk_bytes, folders_of
@@ -294,7 +294,7 @@ class Offload(Strategy):
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than tensors can have of the device, {human(machine.device_bytes)}; write auto"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
-            raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, home=Home.DEVICE, budget=size)
+            raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, tier=Tier.DEVICE, budget=size)
 
     def _refuses_disk(self, run: RunFacts) -> Iterator[Refusal]:
         if self.disk is None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from deepstow.strategies.core.facts import Facts, Rates, RunFacts, UnitKind
-from deepstow.strategies.core.plan import Decision, Home, Plan
+from deepstow.strategies.core.plan import Decision, Plan, Tier
 from deepstow.strategies.core.protocol import Idle, Phase, Refusal, Strategy
 from deepstow.strategies.planner.activation_policy import (
     AUTO,
@@ -147,7 +147,7 @@ class Recompute(Strategy):
         """
         machine, budget = facts.machine, device_budget(facts.machine)
         rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None
-        device_peak = plan.peak_with(Home.DEVICE)
+        device_peak = plan.peak_with(Tier.DEVICE)
 
         def peak(options: Sequence[KeepOption]) -> int:
             return device_peak([option.saved for option in options])
@@ -158,7 +158,7 @@ class Recompute(Strategy):
             kept = plan.amend((option.keep(name, "") for name, option in blocks), by="recompute").facts_as_kept()
             return seconds_of(kept, empty(kept), rates)
 
-        spare = machine.host_bytes - plan.peak(Home.HOST)
+        spare = machine.host_bytes - plan.peak(Tier.HOST)
         costs = keep_costs(facts, rates, may_host=self._may_host(facts))
         units = plan.units()
         tried = [cheapest(units, within_host(units, each, spare), peak, budget) for each in costs]

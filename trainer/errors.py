@@ -90,7 +90,7 @@ class ConfigError(UserError):
 
 
 class TooLargeError(ConfigError):
-    """Memory is not enough: ``needed`` bytes on the ``home`` (device or host), of which there may be ``budget``.
+    """Memory is not enough: ``needed`` bytes on the ``tier`` (device or host), of which there may be ``budget``.
 
     ``what_fits`` makes the table of what would fit; it may fail in any way.
 
@@ -98,9 +98,9 @@ class TooLargeError(ConfigError):
         find_line, find_needed: may take seconds; they are called if somebody reads what they find.
     """
 
-    def __init__(self, find_line: Callable[[], str], home: str, find_needed: Callable[[], int], budget: int) -> None:
+    def __init__(self, find_line: Callable[[], str], tier: str, find_needed: Callable[[], int], budget: int) -> None:
         super().__init__(())
-        self.home, self.budget = home, budget
+        self.tier, self.budget = tier, budget
         self._find_line, self._find_needed = cache(find_line), cache(find_needed)
         self.what_fits: Callable[[], Iterable[str]] | None = None
 

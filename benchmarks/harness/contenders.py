@@ -130,7 +130,7 @@ class Ours(Trained):
         self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", attention: str = "",
         liger: bool = False, on_disk: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        from deepstow.strategies.core.facts import Home
+        from deepstow.strategies.core.facts import Tier
         from deepstow.strategies.core.on_disk import disk_bytes
         from deepstow.strategies.core.sizes import OVERHEAD_BYTES
         from deepstow.strategies.engine import AdamW, stow
@@ -161,8 +161,8 @@ class Ours(Trained):
             **options,
             "predicted_step_s": cost.seconds if cost else None,
             "bound_s": cost.bound if cost else None,  # no plan of these rates and this budget takes less
-            "predicted_device_bytes": plan.peak(Home.DEVICE),
-            "predicted_host_bytes": plan.peak(Home.HOST),
+            "predicted_device_bytes": plan.peak(Tier.DEVICE),
+            "predicted_host_bytes": plan.peak(Tier.HOST),
         }
 
     def update(self) -> None:
@@ -193,7 +193,7 @@ class Recomputed(Plain):
         share: float | None = None,
     ) -> None:  # fmt: skip
         from deepstow.strategies.core.compose import compose
-        from deepstow.strategies.core.plan import Home
+        from deepstow.strategies.core.plan import Tier
         from deepstow.strategies.core.registry import find
         from deepstow.strategies.core.sizes import SHARE
         from deepstow.strategies.report import full_report
@@ -205,7 +205,7 @@ class Recomputed(Plain):
         facts = replace(facts, run=replace(facts.run, accumulation=2))
         if share is not None:
             policies = (options(policy=name) for name in ("full", "none"))
-            least, most = (compose({"recompute": each}, facts).peak(Home.DEVICE) for each in policies)
+            least, most = (compose({"recompute": each}, facts).peak(Tier.DEVICE) for each in policies)
             budget = least + share * (most - least)
             left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator unused
             facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))
@@ -221,7 +221,7 @@ class Recomputed(Plain):
             "saved_bytes": sum(plan.saved_bytes(unit.name) for unit in facts.units),
             "hosted_bytes": plan.hosted_bytes(),
             "saved_peak_bytes": plan.saved_peak(),
-            "budget_for_saved_bytes": int(budget - plan.states(Home.DEVICE)) if share is not None else None,
+            "budget_for_saved_bytes": int(budget - plan.states(Tier.DEVICE)) if share is not None else None,
         }
 
 

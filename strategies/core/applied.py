@@ -33,7 +33,7 @@ def log_stowed(layout: Layout) -> None:
         weights = f"weights {'stay on the device' if bucket.resident else 'travel'}"
         if bucket.site is Site.NONE:
             return f"{weights}, frozen"
-        return f"{weights}, gradients wait on the {bucket.grad_home.value}, update site {bucket.site.value}"
+        return f"{weights}, gradients wait on the {bucket.grad_tier.value}, update site {bucket.site.value}"
 
     log_applied("stow", ((bucket.name, effect(bucket)) for bucket in layout.buckets))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, aligned, rounded_to_fetch
 
 
@@ -22,7 +22,7 @@ def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
 
 def common_bytes(layout: Layout) -> int:
     """Bytes of the host's arena, from its start, that all ranks read."""
-    return sum(aligned(b.weight_bytes // b.ways, Home.HOST) for b in layout.buckets if read_by_all(b, layout))
+    return sum(aligned(b.weight_bytes // b.ways, Tier.HOST) for b in layout.buckets if read_by_all(b, layout))
 
 
 def mapped_bytes(layout: Layout) -> int:

@@ -26,7 +26,7 @@ class UnitKind(Enum):
     HEAD = "head"
 
 
-class Home(Enum):
+class Tier(Enum):
     """Where bytes are kept. ``DEVICE`` is the accelerator (RAM if there is none); ``HOST`` is pinned RAM."""
 
     __hash__ = object.__hash__  # by identity; Enum's own looks the name up each time

@@ -70,13 +70,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.fp8 import packed_bytes
 from deepstow.strategies.core.moments import MOMENT_BYTES, MomentsAs, blocks_of, expanded_bytes
 
 PAGE_BYTES = 4096  # every spot on the host starts on such a boundary: memory is pinned page by page
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
-ALIGNMENT: Mapping[Home, int] = {Home.DEVICE: ALIGN_BYTES, Home.HOST: PAGE_BYTES}
+ALIGNMENT: Mapping[Tier, int] = {Tier.DEVICE: ALIGN_BYTES, Tier.HOST: PAGE_BYTES}
 WINDOW_ELEMENTS = 1 << 22  # whose state is read from the disk, updated and written at a time
 SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
 Range: TypeAlias = tuple[int, int]  # ticks, half-open
@@ -138,7 +138,7 @@ class Bucket:
     ways: int = 1  # ranks that hold a span each, see ``share``
     looked_up: bool = False  # its first unit does not read it in backward, as an embedding
     resident_ticks: tuple[Range, ...] = ()  # when its weight is on the device; empty: always
-    grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
+    grad_tier: Tier = Tier.DEVICE  # where gradients wait for the norm and for further micro-batches
     grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
     grad_taken: bool = False  # it waits nowhere on the host: the CPU's update takes it in backward, from a slot
@@ -167,7 +167,7 @@ class Bucket:
     @property
     def grad_passes(self) -> bool:
         """Whether its gradient leaves the memory that it has on the device before the update."""
-        return self.grad_home is Home.HOST or self.grad_split
+        return self.grad_tier is Tier.HOST or self.grad_split
 
     @property
     def cut(self) -> bool:
@@ -267,7 +267,7 @@ class Layout:
     def window_of(self, bucket: Bucket) -> tuple[int, int]:
         """Of a bucket whose state is on the disk: how many pieces pass the window, and the size of slots for them."""
         each = 4 * (self.moments + bucket.mixed) * min(bucket.share, self.window_elements)
-        return -(-bucket.share // self.window_elements), aligned(each, Home.HOST)
+        return -(-bucket.share // self.window_elements), aligned(each, Tier.HOST)
 
 
 def ticks_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -292,7 +292,7 @@ def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
     Not in fp32, where the copy is the master; nor with several micro-batches, of which each forward fetches the copy
     after the first one's gradient has gone down; nor where the weight rests on the disk.
     """
-    goes_down = bucket.grad_home is Home.HOST or bucket.site is Site.HOST
+    goes_down = bucket.grad_tier is Tier.HOST or bucket.site is Site.HOST
     in_memory = not (bucket.resident or bucket.weight_on_disk)
     return bucket.mixed and in_memory and goes_down and layout.accumulation == 1
 
@@ -308,7 +308,7 @@ class Need(NamedTuple):
 
     bucket: str
     item: Item
-    home: Home
+    tier: Tier
     num_bytes: int
     passes: bool = False
 
@@ -317,49 +317,49 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     """All the memory of one bucket. Planner, arena and tables take its sizes from here only."""
     name, weight = bucket.name, bucket.weight_bytes
     own, copy = weight // bucket.ways, bucket.copy_bytes // bucket.ways
-    yield Need(name, Item.WEIGHT, Home.DEVICE, weight, passes=not bucket.resident)
+    yield Need(name, Item.WEIGHT, Tier.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
-        size = aligned(copy, Home.HOST) if bucket.weight_on_disk else copy  # it is read and written by whole pages
-        yield Need(name, Item.COPY, Home.HOST, size, passes=bucket.weight_on_disk or rounded_to_fetch(bucket, layout))
+        size = aligned(copy, Tier.HOST) if bucket.weight_on_disk else copy  # it is read and written by whole pages
+        yield Need(name, Item.COPY, Tier.HOST, size, passes=bucket.weight_on_disk or rounded_to_fetch(bucket, layout))
     if bucket.site is Site.NONE:
         return
     if not bucket.grad_direct:
-        yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=bucket.grad_passes)
+        yield Need(name, Item.GRAD, Tier.DEVICE, weight, passes=bucket.grad_passes)
     if bucket.grad_split:
-        yield Need(name, Item.PARKED, Home.DEVICE, own)
-    elif (bucket.grad_home is Home.HOST or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
-        size = aligned(own, Home.HOST) if bucket.copy_on_disk else own
-        yield Need(name, Item.PARKED, Home.HOST, size, passes=bucket.grad_taken)
-    if bucket.grad_home is Home.HOST and layout.accumulation > 1:
-        yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)
-    state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
+        yield Need(name, Item.PARKED, Tier.DEVICE, own)
+    elif (bucket.grad_tier is Tier.HOST or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
+        size = aligned(own, Tier.HOST) if bucket.copy_on_disk else own
+        yield Need(name, Item.PARKED, Tier.HOST, size, passes=bucket.grad_taken)
+    if bucket.grad_tier is Tier.HOST and layout.accumulation > 1:
+        yield Need(name, Item.ARRIVAL, Tier.HOST, own, passes=True)
+    state_tier = Tier.DEVICE if bucket.site is Site.DEVICE else Tier.HOST
     if (bucket.mixed and not bucket.on_disk) or (not bucket.mixed and bucket.site is Site.HOST and bucket.resident):
-        yield Need(name, Item.MASTER, state_home, (4 if bucket.mixed else ITEM_BYTES[bucket.dtype]) * bucket.share)
+        yield Need(name, Item.MASTER, state_tier, (4 if bucket.mixed else ITEM_BYTES[bucket.dtype]) * bucket.share)
     if layout.moments and not bucket.on_disk:
         each = MOMENT_BYTES[layout.moments_as]
-        yield Need(name, Item.MOMENTS, state_home, each * layout.moments * bucket.share)
+        yield Need(name, Item.MOMENTS, state_tier, each * layout.moments * bucket.share)
         if layout.moments_as == "int8":
-            yield Need(name, Item.SCALES, state_home, 4 * layout.moments * sum(blocks_of(bucket.sizes)))
-    count_home = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
-    yield Need(name, Item.STEPS, count_home, aligned(4 * len(bucket.params)))
+            yield Need(name, Item.SCALES, state_tier, 4 * layout.moments * sum(blocks_of(bucket.sizes)))
+    count_tier = Tier.HOST if bucket.site is Site.HOST else Tier.DEVICE
+    yield Need(name, Item.STEPS, count_tier, aligned(4 * len(bucket.params)))
     if bucket.site is Site.STREAMED and (state := bucket.state_bytes(layout.moments)):
-        yield Need(name, Item.VISIT, Home.DEVICE, state, passes=True)
+        yield Need(name, Item.VISIT, Tier.DEVICE, state, passes=True)
 
 
 def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
     """The memory that belongs to no single bucket; ``hosted_bytes``: of saved tensors that wait on the host."""
     if scratch := scratch_bytes(layout):
-        yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
+        yield Need("", Item.SCRATCH, Tier.DEVICE, scratch)
     if codes := layout.codes_bytes:
-        yield Need("", Item.CODES, Home.DEVICE, codes)
+        yield Need("", Item.CODES, Tier.DEVICE, codes)
     if layout.expanded_bytes:
-        yield Need("", Item.EXPANDED, Home.HOST, layout.expanded_bytes)
+        yield Need("", Item.EXPANDED, Tier.HOST, layout.expanded_bytes)
     if layout.window_bytes:
-        yield Need("", Item.WINDOW, Home.HOST, layout.window_bytes)
+        yield Need("", Item.WINDOW, Tier.HOST, layout.window_bytes)
     if received := received_bytes(layout):
-        yield Need("", Item.RECEIVED, Home.DEVICE, received)
+        yield Need("", Item.RECEIVED, Tier.DEVICE, received)
     if hosted_bytes:
-        yield Need("", Item.SAVED, Home.HOST, hosted_bytes)
+        yield Need("", Item.SAVED, Tier.HOST, hosted_bytes)
 
 
 def received_bytes(layout: Layout) -> int:
@@ -382,7 +382,7 @@ def scratch_of(elements: Sequence[int]) -> int:
     return aligned(4 * min(SCRATCH_ELEMENTS, max(elements, default=0)))
 
 
-def aligned(num_bytes: int, home: Home = Home.DEVICE) -> int:
-    """``num_bytes`` rounded up to what spots at ``home`` are aligned to."""
-    unit = ALIGNMENT[home]
+def aligned(num_bytes: int, tier: Tier = Tier.DEVICE) -> int:
+    """``num_bytes`` rounded up to what spots at ``tier`` are aligned to."""
+    unit = ALIGNMENT[tier]
     return -(-num_bytes // unit) * unit

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from os.path import normpath
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Bucket, Layout, aligned
 
 
@@ -30,7 +30,7 @@ class Piece:
 
 def part_bytes(num_bytes: int, drives: int) -> int:
     """What each of so many drives has of state of ``num_bytes``; the last one may have less."""
-    return aligned(-(-num_bytes // drives), Home.HOST)
+    return aligned(-(-num_bytes // drives), Tier.HOST)
 
 
 def pieces_on_disk(layout: Layout) -> Iterator[tuple[int, Piece]]:
@@ -57,7 +57,7 @@ def weights_on_disk(layout: Layout) -> dict[int, tuple[int, int]]:
 
 def weight_bytes_on_disk(bucket: Bucket) -> int:
     """What the file of weights has of ``bucket``, if its weight is there."""
-    return aligned(bucket.weight_bytes // bucket.ways, Home.HOST)
+    return aligned(bucket.weight_bytes // bucket.ways, Tier.HOST)
 
 
 def bytes_on_disk(bucket: Bucket, layout: Layout) -> int:

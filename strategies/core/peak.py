@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepstow.strategies.core.facts import Home, Temporaries
+from deepstow.strategies.core.facts import Temporaries, Tier
 from deepstow.strategies.core.layout import ALIGN_BYTES, aligned
 
 
@@ -75,4 +75,4 @@ def host_room(num_bytes: int, num_operators: int) -> int:
     """Bytes to reserve on the host for outputs of so many operators, in whole pages: an operator has up to four outputs
     and each starts on a boundary of ALIGN_BYTES.
     """
-    return aligned(num_bytes + 4 * ALIGN_BYTES * num_operators, Home.HOST)
+    return aligned(num_bytes + 4 * ALIGN_BYTES * num_operators, Tier.HOST)

@@ -7,7 +7,7 @@ The device's peak follows forward and backward (``peak.py``); parameters, master
 alive throughout, and with accumulation the gradients of all units. Saved tensors that wait on the host have memory
 there all the time.
 
-If the plan has addresses, each home is one arena, allocated at the start and never grown. On the device the peak is its
+If the plan has addresses, each tier is one arena, allocated at the start and never grown. On the device the peak is its
 size plus what forward and backward have besides; saved tensors that wait on the host are part of the host's arena.
 """
 
@@ -21,7 +21,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from deepstow.strategies.core.addresses import Addresses
 from deepstow.strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
-from deepstow.strategies.core.facts import Home as Home  # part of the vocabulary of plans
+from deepstow.strategies.core.facts import Tier as Tier  # part of the vocabulary of plans
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Layout
 from deepstow.strategies.core.linears import Routes
 from deepstow.strategies.core.peak import Saved, host_room, passes_peak
@@ -77,15 +77,15 @@ class Impl(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share(Decision):
-    """WHO, WHERE: one kind of the unit's tensors is split over ``ways`` ranks, and rests at ``home`` between uses."""
+    """WHO, WHERE: one kind of the unit's tensors is split over ``ways`` ranks, and rests at ``tier`` between uses."""
 
     about = ("unit", "kind")
     kind: Kind
     ways: int
     element_bytes: int  # 0: the tensor does not exist (no separate master in plain fp32)
     frozen_bytes: int | None = None  # of frozen parameters, where they have another size
-    home: Home = Home.DEVICE
-    strays: int = 0  # elements at the other home: small vectors stay where the matrices of a block leave
+    tier: Tier = Tier.DEVICE
+    strays: int = 0  # elements at the other tier: small vectors stay where the matrices of a block leave
     stray_reason: str = ""
 
 
@@ -114,7 +114,7 @@ class Reserve(Decision):
     about = ("owner",)
     owner: str
     num_bytes: int
-    home: Home = Home.DEVICE
+    tier: Tier = Tier.DEVICE
     when: When = When.ALWAYS
     in_passes: bool = False  # used by forward and backward, as saved tensors are: in no arena
 
@@ -194,7 +194,7 @@ class Plan:
             decisions.append(Reserve(unit=RUN, reason=reason, owner=ZEROS, num_bytes=size, in_passes=True))
             size, reason = largest * CHOICE_BYTES, "the largest matrix, where weights to prune are chosen"
             choice = Reserve(
-                unit=RUN, reason=reason, owner="pruning: choice", num_bytes=size, home=Home.HOST, in_passes=True
+                unit=RUN, reason=reason, owner="pruning: choice", num_bytes=size, tier=Tier.HOST, in_passes=True
             )
             decisions.append(choice)
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
@@ -226,8 +226,8 @@ class Plan:
         """Whether ranks divide tensors of this kind."""
         return any(self.share(unit.name, kind).ways > 1 for unit in self.facts.units)
 
-    def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
-        """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
+    def num_bytes(self, unit: str, kind: Kind, tier: Tier | None = None) -> int:
+        """Bytes of one kind of one unit's tensors on one rank, at one tier or anywhere."""
         share, facts = self.share(unit, kind), self.facts.unit(unit)
         elements = facts.num_elements if kind is Kind.PARAM else facts.num_trainable
         whole = -(-elements // share.ways) * share.element_bytes
@@ -236,12 +236,12 @@ class Plan:
             whole += frozen * (share.frozen_bytes - share.element_bytes)
             whole += facts.quantised_bytes * (1 - share.element_bytes)
         strays = -(-share.strays // share.ways) * share.element_bytes
-        if home is None:
+        if tier is None:
             return whole
-        return whole - strays if home is share.home else strays
+        return whole - strays if tier is share.tier else strays
 
-    def total(self, kind: Kind, home: Home | None = None) -> int:
-        return sum(self.num_bytes(unit.name, kind, home) for unit in self.facts.units)
+    def total(self, kind: Kind, tier: Tier | None = None) -> int:
+        return sum(self.num_bytes(unit.name, kind, tier) for unit in self.facts.units)
 
     @property
     def layout(self) -> Layout | None:
@@ -272,7 +272,7 @@ class Plan:
     def saved_peak(self) -> int:
         """The most bytes that forward and backward have on the device besides the states."""
         kept = self.kept()
-        received = sum(reserve.num_bytes for reserve in self.reserves(Home.DEVICE) if reserve.in_passes)
+        received = sum(reserve.num_bytes for reserve in self.reserves(Tier.DEVICE) if reserve.in_passes)
         return received + passes_peak(kept, [0] * len(kept), self.facts.run.in_flight)
 
     def units(self) -> list[Unit]:
@@ -299,42 +299,42 @@ class Plan:
             found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes, unit.temporaries))
         return found
 
-    def reserves(self, home: Home) -> tuple[Reserve, ...]:
+    def reserves(self, tier: Tier) -> tuple[Reserve, ...]:
         found = (d for d, _ in self.answers.values() if isinstance(d, Reserve))
-        return tuple(d for d in found if d.home is home)
+        return tuple(d for d in found if d.tier is tier)
 
-    def states(self, home: Home) -> int:
-        """Bytes of parameters, gradients, masters and moments that rest at ``home``."""
-        return sum(self.total(kind, home) for kind in Kind)
+    def states(self, tier: Tier) -> int:
+        """Bytes of parameters, gradients, masters and moments that rest at ``tier``."""
+        return sum(self.total(kind, tier) for kind in Kind)
 
-    def _standing(self, home: Home) -> int:
-        """Bytes that are at ``home`` all along where nothing is placed: states but gradients, and what is reserved."""
-        always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
-        return sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
+    def _standing(self, tier: Tier) -> int:
+        """Bytes that are at ``tier`` all along where nothing is placed: states but gradients, and what is reserved."""
+        always = sum(reserve.num_bytes for reserve in self.reserves(tier) if reserve.when is When.ALWAYS)
+        return sum(self.total(kind, tier) for kind in Kind if kind is not Kind.GRAD) + always
 
     def beside(self) -> int:
         """Bytes of the device that are taken between two steps: by the arena, or by states without gradients."""
         if self.addresses is None:
-            return self._standing(Home.DEVICE)
-        received = sum(reserve.num_bytes for reserve in self.reserves(Home.DEVICE) if reserve.in_passes)
-        return self.addresses.num_bytes(Home.DEVICE) + received
+            return self._standing(Tier.DEVICE)
+        received = sum(reserve.num_bytes for reserve in self.reserves(Tier.DEVICE) if reserve.in_passes)
+        return self.addresses.num_bytes(Tier.DEVICE) + received
 
-    def peak(self, home: Home) -> int:
+    def peak(self, tier: Tier) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
         if self.addresses is not None:
-            chosen = sum(reserve.num_bytes for reserve in self.reserves(Home.HOST) if reserve.in_passes)
-            besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes + chosen
-            return self.addresses.num_bytes(home) + besides
-        kept = self.kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
-        return self.peak_with(home)(kept)
+            chosen = sum(reserve.num_bytes for reserve in self.reserves(Tier.HOST) if reserve.in_passes)
+            besides = self.saved_peak() if tier is Tier.DEVICE else self.facts.machine.runtime_host_bytes + chosen
+            return self.addresses.num_bytes(tier) + besides
+        kept = self.kept() if tier is Tier.DEVICE else [Saved(0, 0)] * len(self.facts.units)
+        return self.peak_with(tier)(kept)
 
-    def peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
+    def peak_with(self, tier: Tier) -> Callable[[Sequence[Saved]], int]:
         """A function from the bytes that units save to the predicted peak; all else as in this plan, unplaced."""
-        standing = self._standing(home)
-        if home is Home.HOST:
+        standing = self._standing(tier)
+        if tier is Tier.HOST:
             standing += self.facts.machine.runtime_host_bytes + self.hosted_bytes()
-        at_step = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.STEP)
-        grads = [self.num_bytes(unit.name, Kind.GRAD, home) for unit in self.facts.units]
+        at_step = sum(reserve.num_bytes for reserve in self.reserves(tier) if reserve.when is When.STEP)
+        grads = [self.num_bytes(unit.name, Kind.GRAD, tier) for unit in self.facts.units]
         all_along = sum(grads) if self.facts.run.accumulation > 1 else 0
         landing, stepping = [0] * len(grads) if all_along else grads, sum(grads) + at_step
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 if TYPE_CHECKING:
     from torch import nn
 
-    from deepstow.strategies.core.facts import Facts, Home, RunFacts
+    from deepstow.strategies.core.facts import Facts, RunFacts, Tier
     from deepstow.strategies.core.plan import Decision, Plan
 
 
@@ -266,7 +266,7 @@ def is_older(package: str, release: tuple[int, int]) -> bool:
 
 
 class MemoryRefusal(Refusal):
-    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``. What ``find_cure`` and
+    """A budget is too small: ``needed`` bytes at ``tier``, of which there may be ``budget``. What ``find_cure`` and
     ``find_needed`` find may take seconds; they are called if somebody reads it.
     """
 
@@ -277,11 +277,11 @@ class MemoryRefusal(Refusal):
         find_cure: Callable[[], str],
         find_needed: Callable[[], int],
         *,
-        home: Home,
+        tier: Tier,
         budget: int,
     ) -> None:
         super().__init__(key, value, "")
-        self.home, self.budget = home, budget
+        self.tier, self.budget = tier, budget
         self._find_cure, self._find_needed = cache(find_cure), cache(find_needed)
 
     @property

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from deepstow.strategies.core.addresses import Addresses, Spot
 from deepstow.strategies.core.common_host import common_bytes, read_by_all
-from deepstow.strategies.core.facts import Home, Param
+from deepstow.strategies.core.facts import Param, Tier
 from deepstow.strategies.core.layout import (
     ALIGN_BYTES,
     ITEM_BYTES,
@@ -118,14 +118,14 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "must have an update site if, and only if, it is in a group of the optimizer"
     if bucket.group is not None and bucket.group < 0:
         yield f"group {bucket.group}"
-    if bucket.site in (Site.NONE, Site.DEVICE) and bucket.grad_home is not Home.DEVICE:
+    if bucket.site in (Site.NONE, Site.DEVICE) and bucket.grad_tier is not Tier.DEVICE:
         yield f"its gradients cannot wait on the host: {bucket.site.value}"
-    waits_there = bucket.site in (Site.DEVICE, Site.STREAMED) and bucket.grad_home is Home.DEVICE
+    waits_there = bucket.site in (Site.DEVICE, Site.STREAMED) and bucket.grad_tier is Tier.DEVICE
     if bucket.grad_split and not (bucket.ways > 1 and waits_there and layout.accumulation == 1):
         yield "ranks share gradients of one micro-batch that wait on the device, and no others"
-    if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_home is Home.HOST and bucket.ways == 1):
+    if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_tier is Tier.HOST and bucket.ways == 1):
         yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
-    once = layout.in_backward and (bucket.grad_home is Home.DEVICE or layout.accumulation == 1)
+    once = layout.in_backward and (bucket.grad_tier is Tier.DEVICE or layout.accumulation == 1)
     if bucket.grad_taken and not (once and bucket.site is Site.HOST and bucket.ways == 1):
         yield "only the CPU's update in backward, by one rank, takes a gradient"
     if bucket.state_on_disk and not (bucket.site is Site.HOST and bucket.state_bytes(layout.moments)):
@@ -184,13 +184,13 @@ def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
         if spot is None:
             yield f"{name}: has no address"
             continue
-        if spot.home is not need.home:
-            yield f"{name}: lies on the {spot.home.value}, not on the {need.home.value}"
+        if spot.tier is not need.tier:
+            yield f"{name}: lies on the {spot.tier.value}, not on the {need.tier.value}"
         if spot.num_bytes < need.num_bytes:
             yield f"{name}: has {spot.num_bytes} bytes, needs {need.num_bytes}"
-        if spot.offset % aligned(1, spot.home):
+        if spot.offset % aligned(1, spot.tier):
             yield f"{name}: is not aligned"
-        if spot.offset < 0 or spot.end > addresses.num_bytes(spot.home):
+        if spot.offset < 0 or spot.end > addresses.num_bytes(spot.tier):
             yield f"{name}: lies outside its arena"
     yield from (f"{_name(key)}: has an address and needs none" for key in addresses.spots if key not in needs)
 
@@ -200,7 +200,7 @@ def _common(layout: Layout, addresses: Addresses) -> Iterator[str]:
     border, read = common_bytes(layout), {(bucket.name, read_by_all(bucket, layout)) for bucket in layout.buckets}
     for key, spot in addresses.spots.items():
         shown = key in read
-        if spot.home is Home.HOST and (spot.end > border if shown else spot.offset < border):
+        if spot.tier is Tier.HOST and (spot.end > border if shown else spot.offset < border):
             yield f"{_name(key)}: lies {'outside of' if shown else 'in'} the memory that other ranks read"
 
 
@@ -222,11 +222,11 @@ def _overlaps(layout: Layout, needs: Mapping[Key, Need], addresses: Addresses) -
 
 
 def _touching(addresses: Addresses) -> Iterator[tuple[Key, Key]]:
-    """Pairs of spots with common bytes, by a sweep over each home in order of address."""
-    spots = sorted(addresses.spots.items(), key=lambda it: (it[1].home.value, it[1].offset, it[1].end, _name(it[0])))
+    """Pairs of spots with common bytes, by a sweep over each tier in order of address."""
+    spots = sorted(addresses.spots.items(), key=lambda it: (it[1].tier.value, it[1].offset, it[1].end, _name(it[0])))
     reaching: list[tuple[Key, Spot]] = []
     for key, spot in spots:
-        reaching = [(other, its) for other, its in reaching if its.home is spot.home and its.end > spot.offset]
+        reaching = [(other, its) for other, its in reaching if its.tier is spot.tier and its.end > spot.offset]
         if spot.num_bytes:
             yield from ((other, key) for other, _ in reaching)
         reaching.append((key, spot))

@@ -39,7 +39,7 @@ from deepstow.strategies.engine.ranks.two_level import TwoLevel
 from deepstow.strategies.engine.residency import Residency
 from deepstow.strategies.engine.tensors.guard import refuse_transforms
 from deepstow.strategies.engine.tensors.parameters import WRITE, Copied
-from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker, spare_cores
 from deepstow.strategies.engine.updating.clipping import Clipping, SkippedSteps
 from deepstow.strategies.engine.updating.gradients import Gradients
@@ -384,7 +384,7 @@ class Engine(Copied):
         if bucket.spec.resident:
             return home
         copy = home.to(device, copy=True)
-        bucket.used = self.transfer.record(Lane.COMPUTE)
+        bucket.used = self.transfer.record(Stream.COMPUTE)
         return copy
 
     @property

@@ -19,7 +19,7 @@ from deepstow.strategies.engine.memory.arena import alone
 from deepstow.strategies.engine.tensors.loans import LentParameter
 from deepstow.strategies.engine.tensors.parameters import Alias, Copied, Elsewhere, StowedParameter
 from deepstow.strategies.engine.tensors.pending_gradient import PendingGradient
-from deepstow.strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.engine.transfer.transfer import Stream
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Keeper(Copied):
         with torch.no_grad(), torch.inference_mode(False):  # whose tensors do not count writes
             self._engine.settle(bucket)
             transfer.host_wait(bucket.stored)
-            transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
+            transfer.wait(Stream.COMPUTE, bucket.stored, bucket.arrived)
             newest = lent_value(bucket.params[self._index])
             if newest is None:
                 newest = self._engine.newest(bucket, self._index, self._engine.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.optimizers import STATE
 from deepstow.strategies.engine.forward.blocks import around_blocks
@@ -28,7 +28,7 @@ NOT_IN_KERNELS = ("maximize", "differentiable", "capturable", "dampening", "init
 
 def refuse_over_ranks(layout: Layout) -> None:
     """Raise ValueError if ``layout`` is for one rank only."""
-    if layout.accumulation > 1 and any(bucket.grad_home is Home.HOST for bucket in layout.buckets):
+    if layout.accumulation > 1 and any(bucket.grad_tier is Tier.HOST for bucket in layout.buckets):
         raise ValueError("over ranks, gradients of several micro-batches must stay on the device: gradients=device")
     if any(bucket.grad_direct for bucket in layout.buckets):
         raise ValueError("this plan is for one rank: ranks exchange gradients in slots, and some have none in it")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.engine.memory.arena import Arena
-from deepstow.strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.engine.transfer.transfer import Stream
 
 if TYPE_CHECKING:
     from deepstow.strategies.engine.optimizer import StowOptimizer
@@ -43,8 +43,8 @@ def name_engine(until: ExitStack, optimizer: StowOptimizer) -> None:
     name_calls(until, engine.updates, "_on_host", lambda bucket, *_: f"cpu: update {bucket.name}")
     for transfer in optimizer.transfers:
         name_calls(until, transfer, "copy", host.name_copy)
-        name_calls(until, transfer, "_wait", lambda lane, event: f"wait: {lane.value} for {event.lane.value}")
-        name_calls(until, transfer, "_host_wait", lambda event: f"wait: host for {event.lane.value}")
+        name_calls(until, transfer, "_wait", lambda stream, event: f"wait: {stream.value} for {event.stream.value}")
+        name_calls(until, transfer, "_host_wait", lambda event: f"wait: host for {event.stream.value}")
     if engine.ranks.many:
         name_calls(until, engine.ranks, "gather", lambda bucket: f"net: weight {bucket.name}")
         name_calls(until, engine.ranks, "average", lambda bucket, *_: f"net: gradient {bucket.name}")
@@ -56,13 +56,13 @@ class Places:
     def __init__(self, arena: Arena) -> None:
         found = dict[tuple[int, int], str]()
         for (bucket, item), spot in arena.addresses.spots.items():
-            memory = arena.of(bucket, item, torch.uint8) if spot.home is Home.HOST else None
+            memory = arena.of(bucket, item, torch.uint8) if spot.tier is Tier.HOST else None
             if memory is not None and memory.numel():
                 place = memory.data_ptr(), memory.data_ptr() + memory.numel()
                 found[place] = item.value if place in found else f"{item.value} {bucket}".rstrip()
         self._places = [(-1, -1, ""), *sorted((*place, name) for place, name in found.items())]
 
-    def name_copy(self, lane: Lane, target: Tensor, source: Tensor) -> str:
-        at = (source if lane is Lane.UP else target).data_ptr()
+    def name_copy(self, stream: Stream, target: Tensor, source: Tensor) -> str:
+        at = (source if stream is Stream.UP else target).data_ptr()
         _, end, name = self._places[bisect(self._places, at, key=lambda place: place[0]) - 1]
-        return f"{lane.value}: {name if at < end else 'memory'}"
+        return f"{stream.value}: {name if at < end else 'memory'}"

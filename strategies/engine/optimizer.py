@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepstow.strategies.core.applied import log_stowed
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.validate import check
 from deepstow.strategies.engine.engine import Engine
@@ -287,12 +287,12 @@ class StowOptimizer(torch.optim.Optimizer):
     @property
     def device_bytes(self) -> int:
         """Size of the arena on the device."""
-        return self.engine.arena.num_bytes(Home.DEVICE)
+        return self.engine.arena.num_bytes(Tier.DEVICE)
 
     @property
     def host_bytes(self) -> int:
         """Size of the arena on the host."""
-        return self.engine.arena.num_bytes(Home.HOST)
+        return self.engine.arena.num_bytes(Tier.HOST)
 
     @property
     def transfers(self) -> list[Transfer]:

@@ -41,7 +41,7 @@ from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
 from deepstow.strategies.engine.memory.disk_weights import DiskWeights, Updated
 from deepstow.strategies.engine.ranks.replicas import OneRank
 from deepstow.strategies.engine.tensors.fp8 import Codes
-from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
 
 
 class Residency:
@@ -67,7 +67,7 @@ class Residency:
                 assert other.pending is not Pending.VISITING, f"{other.name} is being updated"
                 self._vacate(other)
         for former in (bucket, *bucket.overlapping):
-            self._transfer.wait(Lane.UP, former.used, former.stored, former.arrived)
+            self._transfer.wait(Stream.UP, former.used, former.stored, former.arrived)
         bucket.claim()
 
     def fetch(self, bucket: BucketState) -> None:
@@ -92,18 +92,18 @@ class Residency:
         """See [Note: in fp8]."""
         assert self._codes is not None
         if self._debug:
-            self._transfer.poison(Lane.UP, bucket.weight)
+            self._transfer.poison(Stream.UP, bucket.weight)
         here = Codes(self._codes, bucket.spec.num_elements)
-        self._transfer.copy(Lane.UP, here.memory, codes.memory)
+        self._transfer.copy(Stream.UP, here.memory, codes.memory)
         work = partial(here.restore, bucket.weight)
-        self._transfer.run(Lane.UP, work, reads=[here.memory], writes=[bucket.weight])
+        self._transfer.run(Stream.UP, work, reads=[here.memory], writes=[bucket.weight])
         self._ranks.brought(bucket)
 
     def _bring_from_disk(self, bucket: BucketState) -> None:
         """See [Note: from the disk]."""
         assert self._disk is not None and bucket.slot is not None
         self._disk.bring_in(bucket.index)
-        self._transfer.wait(Lane.UP, self._transfer.record(Lane.HOST))
+        self._transfer.wait(Stream.UP, self._transfer.record(Stream.HOST))
         self._bring(bucket, bucket.slot)
         self._disk.leaves(bucket.index, bucket.arrived)
 
@@ -118,12 +118,12 @@ class Residency:
 
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
-        self._transfer.wait(Lane.UP, bucket.used)
+        self._transfer.wait(Stream.UP, bucket.used)
         self._bring(bucket, source)
 
     def _bring(self, bucket: BucketState, source: Tensor) -> None:
         if self._debug:
-            self._transfer.poison(Lane.UP, bucket.weight)
+            self._transfer.poison(Stream.UP, bucket.weight)
         self._ranks.bring(bucket, source)
 
     @torch.no_grad()
@@ -139,9 +139,9 @@ class Residency:
         transfer = self._transfer
         transfer.host_wait(bucket.grads.sent)
         self._round(bucket)
-        written = transfer.record(Lane.HOST)
-        transfer.wait(Lane.UP, written)
-        transfer.wait(Lane.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it
+        written = transfer.record(Stream.HOST)
+        transfer.wait(Stream.UP, written)
+        transfer.wait(Stream.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it
         bucket.restored()
         self._ranks.written(bucket)
 
@@ -153,11 +153,11 @@ class Residency:
         transfer.host_wait(former.arrived, bucket.stored)
         self._slots[bucket.copy.data_ptr()] = bucket
         self._round(bucket)
-        transfer.wait(Lane.UP, transfer.record(Lane.HOST))
+        transfer.wait(Stream.UP, transfer.record(Stream.HOST))
 
     def _round(self, bucket: BucketState) -> None:
         assert bucket.copy is not None
-        self._transfer.uses(Lane.HOST, reads=[bucket.master], writes=[bucket.copy])
+        self._transfer.uses(Stream.HOST, reads=[bucket.master], writes=[bucket.copy])
         bucket.round_masters(bucket.copy)
 
     @torch.no_grad()
@@ -165,29 +165,29 @@ class Residency:
         """Copy rounded masters up; see [Note: weights under gradients]. DOWN has written them (``stored``)."""
         transfer = self._transfer
         transfer.host_wait(bucket.stored)
-        transfer.uses(Lane.HOST, reads=[bucket.master])
+        transfer.uses(Stream.HOST, reads=[bucket.master])
         if self._debug:
-            transfer.poison(Lane.UP, bucket.weight)
-        transfer.wait(Lane.UP, transfer.record(Lane.HOST))  # the host rounds before it issues each copy
+            transfer.poison(Stream.UP, bucket.weight)
+        transfer.wait(Stream.UP, transfer.record(Stream.HOST))  # the host rounds before it issues each copy
         own = bucket.own(bucket.weight)
         for piece in bucket.pieces:
-            transfer.copy(Lane.UP, own[piece.at : piece.at + piece.size], bucket.rounded(piece))
+            transfer.copy(Stream.UP, own[piece.at : piece.at + piece.size], bucket.rounded(piece))
         self._ranks.brought(bucket)
 
     def use(self, bucket: BucketState) -> None:
         """COMPUTE is about to use the home: it waits for the weights, and the parameters show them."""
-        self._transfer.wait(Lane.COMPUTE, bucket.arrived)
+        self._transfer.wait(Stream.COMPUTE, bucket.arrived)
         bucket.views.show()
         if self._debug:
             others = [other.name for other in bucket.overlapping if other.present]
             assert bucket.present and not others, f"{bucket.name} is used, but its home holds {others}"
-            self._transfer.uses(Lane.COMPUTE, reads=[bucket.weight])
+            self._transfer.uses(Stream.COMPUTE, reads=[bucket.weight])
 
     def left(self, buckets: Iterable[BucketState]) -> None:
         """COMPUTE has been given everything that uses these homes for now."""
         event = None
         for bucket in buckets:
-            event = event or self._transfer.record(Lane.COMPUTE)
+            event = event or self._transfer.record(Stream.COMPUTE)
             bucket.used = event
             if not bucket.open and not bucket.spec.resident:
                 bucket.views.make_absent()

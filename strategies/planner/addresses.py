@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from deepstow.strategies.core.addresses import Addresses, Spot
 from deepstow.strategies.core.common_host import read_by_all
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Need, aligned, common_needs, needs
 from deepstow.strategies.planner.packing import Packing, Piece, pack
 
@@ -34,7 +34,7 @@ class SlotPool:
     """Slots of equal size that ``members`` use round-robin."""
 
     item: Item
-    home: Home
+    tier: Tier
     num_slots: int
     slot_bytes: int
     members: tuple[Need, ...]
@@ -47,31 +47,31 @@ class SlotPool:
 
 def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
     """The addresses of ``layout`` and of ``hosted_bytes`` of saved tensors on the host. The same for the same input."""
-    ends = dict.fromkeys(Home, 0)
+    ends = dict.fromkeys(Tier, 0)
     spots: dict[tuple[str, Item], Spot] = {}
 
-    def take(home: Home, num_bytes: int) -> int:
-        start = ends[home]
-        ends[home] = start + aligned(num_bytes, home)
+    def take(tier: Tier, num_bytes: int) -> int:
+        start = ends[tier]
+        ends[tier] = start + aligned(num_bytes, tier)
         return start
 
     read = {bucket.name: read_by_all(bucket, layout) for bucket in layout.buckets}
     found = all_needs(layout)
     for need in sorted(found, key=lambda need: need.item is not read[need.bucket]):
         if not need.passes:
-            spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
+            spots[need.bucket, need.item] = Spot(need.tier, take(need.tier, need.num_bytes), need.num_bytes)
     moving = travelling(layout)
     packing = weight_packing(layout)
-    start = take(Home.DEVICE, packing.arena)
+    start = take(Tier.DEVICE, packing.arena)
     for bucket, offset in zip(moving, packing.offsets, strict=True):
-        spots[bucket.name, Item.WEIGHT] = Spot(Home.DEVICE, start + offset, bucket.weight_bytes)
+        spots[bucket.name, Item.WEIGHT] = Spot(Tier.DEVICE, start + offset, bucket.weight_bytes)
     for pool in _pools(layout, found):
-        start = take(pool.home, pool.num_bytes)
+        start = take(pool.tier, pool.num_bytes)
         for index, need in enumerate(pool.members):
             offset = start + index % pool.num_slots * pool.slot_bytes
-            spots[need.bucket, need.item] = Spot(pool.home, offset, need.num_bytes)
+            spots[need.bucket, need.item] = Spot(pool.tier, offset, need.num_bytes)
     for need in common_needs(layout, hosted_bytes):
-        spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
+        spots[need.bucket, need.item] = Spot(need.tier, take(need.tier, need.num_bytes), need.num_bytes)
     return Addresses(ends, spots)
 
 
@@ -112,12 +112,12 @@ def _pools(layout: Layout, found: Iterable[Need]) -> Iterator[SlotPool]:
         if need.passes and need.item is not Item.WEIGHT:
             members.setdefault(need.item, []).append(need)
     for item, passing in members.items():
-        home, left = passing[0].home, passing
-        classes = size_classes((aligned(need.num_bytes, home) for need in passing), layout.slots(item))
+        tier, left = passing[0].tier, passing
+        classes = size_classes((aligned(need.num_bytes, tier) for need in passing), layout.slots(item))
         for (size, num_slots), (below, _) in zip(classes, (*classes[1:], (-1, 0)), strict=True):
-            here = tuple(need for need in left if aligned(need.num_bytes, home) > below)
-            left = [need for need in left if aligned(need.num_bytes, home) <= below]
-            yield SlotPool(item, home, num_slots, size, here)
+            here = tuple(need for need in left if aligned(need.num_bytes, tier) > below)
+            left = [need for need in left if aligned(need.num_bytes, tier) <= below]
+            yield SlotPool(item, tier, num_slots, size, here)
 
 
 def size_classes(sizes: Iterable[int], most_slots: int) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ rest is the size that the arenas may have.
 
 from __future__ import annotations
 
-from deepstow.strategies.core.facts import Home, MachineFacts
+from deepstow.strategies.core.facts import MachineFacts, Tier
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.sizes import AUTO, SHARE, parse_bytes
 
@@ -42,7 +42,7 @@ def loading_bytes(plan: Plan) -> int:
     if not facts.machine.has_accelerator or plan.engine().get("zero_optimization.stage") == 3:
         return 0
     if plan.loads_spans:  # one parameter after the other, into the arenas
-        return plan.peak(Home.HOST) + facts.run.trained_bytes * facts.run.largest_param
+        return plan.peak(Tier.HOST) + facts.run.trained_bytes * facts.run.largest_param
     return facts.loaded_bytes + facts.machine.runtime_host_bytes
 
 
@@ -53,7 +53,7 @@ def writing_bytes(plan: Plan) -> int:
     facts = plan.facts
     if not facts.machine.has_accelerator or not (facts.run.model_params or facts.run.tensor > 1 or plan.loads_spans):
         return 0
-    return plan.peak(Home.HOST) + 2 * facts.run.trained_bytes * facts.run.largest_param
+    return plan.peak(Tier.HOST) + 2 * facts.run.trained_bytes * facts.run.largest_param
 
 
 def _bytes(value: str | float, whole: int) -> int:

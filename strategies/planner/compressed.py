@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import Facts, Precision, Rates, UnitKind
-from deepstow.strategies.core.plan import RUN, Home, Reserve
+from deepstow.strategies.core.plan import RUN, Reserve, Tier
 from deepstow.strategies.planner.exchanges import gather_rate
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
@@ -86,14 +86,14 @@ def bucket_bytes(facts: Facts) -> int:
 
 def reserves(facts: Facts) -> Iterator[Reserve]:
     """What a rank sets aside besides the buckets of data parallelism."""
-    run, rests = facts.run, Home.HOST if facts.run.stowed else Home.DEVICE
+    run, rests = facts.run, Tier.HOST if facts.run.stowed else Tier.DEVICE
     owner, stowed = "collectives: owed gradients", run.stowed
     why = "what a rank has not sent yet"
-    yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=owed_bytes(facts), home=rests, in_passes=stowed)
+    yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=owed_bytes(facts), tier=rests, in_passes=stowed)
     if outer := outer_bytes(facts):
         why, owner = "outer weights and momentum", "collectives: outer state"
-        home = Home.HOST if stowed or facts.machine.has_accelerator else Home.DEVICE
-        yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=outer, home=home, in_passes=stowed)
+        tier = Tier.HOST if stowed or facts.machine.has_accelerator else Tier.DEVICE
+        yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=outer, tier=tier, in_passes=stowed)
     how = run.compression
     assert how is not None
     if stowed and not how.local_steps:  # in fp32, with what is owed, as it was, coded and decoded

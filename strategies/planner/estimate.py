@@ -16,7 +16,7 @@ from functools import cache
 from operator import mul
 from typing import NamedTuple
 
-from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Facts, Tier
 from deepstow.strategies.core.layout import Site
 from deepstow.strategies.core.moments import slower, touched_bytes
 from deepstow.strategies.planner.exchanges import gather_rate, sums_slowdown
@@ -77,7 +77,7 @@ class Estimate:
         if site is Site.NONE:
             return _Load(read_s=place.on_disk * size * reads)
         kind = self._request.moments_as
-        on_host, goes_down = site is Site.HOST, place.grad_home is Home.HOST
+        on_host, goes_down = site is Site.HOST, place.grad_tier is Tier.HOST
         coming = whole if self._request.common_host and on_host else size
         return _Load(
             cpu_s=on_host * count * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(run.precision),

@@ -24,7 +24,7 @@ from itertools import islice
 from math import inf
 from typing import TypeAlias
 
-from deepstow.strategies.core.facts import Facts, Home, Rates
+from deepstow.strategies.core.facts import Facts, Rates, Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.plan import NONE, Keep, Plan
 from deepstow.strategies.planner.activation_policy import (
@@ -81,7 +81,7 @@ def _placement_search(plan: Plan, request: OffloadRequest) -> PlacementSearch:
 
 def _beside(plan: Plan) -> int:
     """What strategies that have decided have set aside on the host."""
-    return sum(reserve.num_bytes for reserve in plan.reserves(Home.HOST))
+    return sum(reserve.num_bytes for reserve in plan.reserves(Tier.HOST))
 
 
 class _Search:
@@ -104,7 +104,7 @@ class _Search:
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
         least = self.at((0, len(self._curves[0].moves))).quick
-        return self._request.host_bytes - _beside(self._plan) - (place(least[0]).num_bytes(Home.HOST) if least else 0)
+        return self._request.host_bytes - _beside(self._plan) - (place(least[0]).num_bytes(Tier.HOST) if least else 0)
 
     def options(self, position: Position) -> list[KeepOption]:
         """How each unit is kept."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.planner import weight_schedule
 from deepstow.strategies.planner.addresses import place
@@ -34,14 +34,14 @@ from deepstow.strategies.planner.spill import spilled
 
 SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
-OTHER = {Home.DEVICE: Home.HOST, Home.HOST: Home.DEVICE}
+OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """A layout that needs the least of one home, what it was made from, and the bytes of both arenas."""
+    """A layout that needs the least of one tier, what it was made from, and the bytes of both arenas."""
 
-    num_bytes: dict[Home, int]
+    num_bytes: dict[Tier, int]
     layout: Layout
     places: Places
     placement: Placement
@@ -54,60 +54,60 @@ class _Point:
     places: Places
     placement: Placement
     offloaded: tuple[int, ...]
-    num_bytes: dict[Home, int]
+    num_bytes: dict[Tier, int]
 
     def placed(self) -> Least:
         layout = weight_schedule.only_while_used(self.places.layout(self.placement), self.offloaded)
         return Least(dict(place(layout).arena_bytes), layout, self.places, self.placement)
 
 
-def least_memory(families: Iterable[Places], home: Home, room: float = inf, *, all_leave: bool = False) -> Least | None:
-    """The layout of these placements that needs the least of ``home``; None: nothing is within ``room``.
+def least_memory(families: Iterable[Places], tier: Tier, room: float = inf, *, all_leave: bool = False) -> Least | None:
+    """The layout of these placements that needs the least of ``tier``; None: nothing is within ``room``.
 
     Args:
         families: differ in their buckets or sites.
-        room: bytes of the other home.
+        room: bytes of the other tier.
         all_leave: every weight that may be offloaded is.
     """
-    other, best = OTHER[home], None
+    other, best = OTHER[tier], None
 
     def order(point: _Point) -> tuple[int, int]:
-        return (point.num_bytes[home], point.num_bytes[other])
+        return (point.num_bytes[tier], point.num_bytes[other])
 
-    points = [p for family in families for p in _points(family, home, room, order, all_leave=all_leave)]
+    points = [p for family in families for p in _points(family, tier, room, order, all_leave=all_leave)]
     for point in sorted(points, key=order):
-        if best is not None and point.num_bytes[home] >= best.num_bytes[home]:
+        if best is not None and point.num_bytes[tier] >= best.num_bytes[tier]:
             break
         made = point.placed()  # packing may need more than a point should take
-        if made.num_bytes[other] <= room and (best is None or made.num_bytes[home] < best.num_bytes[home]):
+        if made.num_bytes[other] <= room and (best is None or made.num_bytes[tier] < best.num_bytes[tier]):
             best = made
     return best
 
 
 def _points(
-    family: Places, home: Home, room: float, order: Callable[[_Point], tuple[int, int]], *, all_leave: bool
+    family: Places, tier: Tier, room: float, order: Callable[[_Point], tuple[int, int]], *, all_leave: bool
 ) -> Iterator[_Point]:
     """The points within ``room`` of all placements, and of the same with all host updates of blocks streamed, which may
     need less of the host.
     """
-    on_host = room if home is Home.DEVICE else 0.0  # of the host what there is, or as little as can be
+    on_host = room if tier is Tier.DEVICE else 0.0  # of the host what there is, or as little as can be
     ladder = family.ladder()
-    if home is Home.DEVICE:
+    if tier is Tier.DEVICE:
         placement = spilled(family, ladder[-1], on_host)
         last = _point(family, placement, family.movable(placement))
-        if last.num_bytes[Home.HOST] <= room:
+        if last.num_bytes[Tier.HOST] <= room:
             yield last
             return
 
     def make(placement: Placement) -> _Point | None:
         sizes, weights = family.sizes(placement), family.movable(placement)
         some: Sequence[Movable] | None = weights
-        if not all_leave and home is Home.DEVICE:
+        if not all_leave and tier is Tier.DEVICE:
             some = most_freed(weights, room - sizes.host)
         elif not all_leave:
             some = fewest_copies(weights, sizes.weights - sizes.room(int(room)))
         point = None if some is None else _point(family, placement, some)
-        return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
+        return point if point is not None and point.num_bytes[OTHER[tier]] <= room else None
 
     there = cache(lambda index: spilled(family, ladder[index], on_host))
     yield from _best_of(len(ladder), lambda index: make(there(index)), order)
@@ -120,7 +120,7 @@ def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Po
     device = sizes.weights + sizes.rest + bool(some) * sizes.codes - freed(some)
     host = sizes.host + sum(weight.copy_bytes for weight in some)
     indices = tuple(weight.index for weight in some)
-    return _Point(family, placement, indices, {Home.DEVICE: device, Home.HOST: host})
+    return _Point(family, placement, indices, {Tier.DEVICE: device, Tier.HOST: host})
 
 
 def _best_of(

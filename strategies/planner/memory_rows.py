@@ -1,7 +1,7 @@
 """Memory rows: the bytes of a layout per unit and kind of tensor, as the plan's table shows them.
 
 A unit's tensors of one kind are counted with the smallest number of bytes per element that all of them have, at the
-home where most of them rest; the others are strays. The rest of an arena (slots, scratch, padding) belongs to no unit
+tier where most of them rest; the others are strays. The rest of an arena (slots, scratch, padding) belongs to no unit
 and is listed by name, so that the table adds up to the arenas.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deepstow.strategies.core.addresses import Addresses
-from deepstow.strategies.core.facts import Facts, Home, Unit
+from deepstow.strategies.core.facts import Facts, Tier, Unit
 from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     Bucket,
@@ -58,7 +58,7 @@ class Resting:
     span.
     """
 
-    home: Home
+    tier: Tier
     element_bytes: int
     reason: str
     ways: int = 1
@@ -72,39 +72,39 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     size, ways = ITEM_BYTES[bucket.dtype], bucket.ways
     if kind is Kind.PARAM:
         if bucket.resident:
-            return Resting(Home.DEVICE, size, "always present" + ", rounded to fp8: not exact" * bucket.in_fp8)
+            return Resting(Tier.DEVICE, size, "always present" + ", rounded to fp8: not exact" * bucket.in_fp8)
         if bucket.weight_on_disk:
-            return Resting(Home.HOST, 0, "on the disk, read for use", ways)
+            return Resting(Tier.HOST, 0, "on the disk, read for use", ways)
         if rounded_to_fetch(bucket, layout):
-            return Resting(Home.HOST, 0, "rounded from its master for use", ways)
+            return Resting(Tier.HOST, 0, "rounded from its master for use", ways)
         if bucket.in_fp8:
-            return Resting(Home.HOST, 1, "fetched for use, in fp8: not exact")
+            return Resting(Tier.HOST, 1, "fetched for use, in fp8: not exact")
         parks = parks_in_copy(bucket, layout)
         reason = "fetched for use; the gradient takes its place" if parks else "fetched for use"
-        return Resting(Home.HOST, size, reason, ways)
+        return Resting(Tier.HOST, size, reason, ways)
     if bucket.site is Site.NONE:
-        return Resting(Home.DEVICE, 0, UPDATES[Site.NONE])
+        return Resting(Tier.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
-        if bucket.grad_home is Home.HOST and parks_in_copy(bucket, layout):
-            return Resting(Home.HOST, 0, "in the place of its weight", ways)
-        if bucket.grad_home is Home.HOST and bucket.grad_taken:
-            return Resting(Home.HOST, 0, "taken by the update when made")
-        if bucket.grad_home is Home.HOST:
-            return Resting(Home.HOST, size, "sent down when made", ways)
+        if bucket.grad_tier is Tier.HOST and parks_in_copy(bucket, layout):
+            return Resting(Tier.HOST, 0, "in the place of its weight", ways)
+        if bucket.grad_tier is Tier.HOST and bucket.grad_taken:
+            return Resting(Tier.HOST, 0, "taken by the update when made")
+        if bucket.grad_tier is Tier.HOST:
+            return Resting(Tier.HOST, size, "sent down when made", ways)
         if bucket.grad_split:
-            return Resting(Home.DEVICE, size, "each rank's span waits for the update", ways)
-        return Resting(Home.DEVICE, size, "wait for the update where they are made")
-    home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
+            return Resting(Tier.DEVICE, size, "each rank's span waits for the update", ways)
+        return Resting(Tier.DEVICE, size, "wait for the update where they are made")
+    tier = Tier.DEVICE if bucket.site is Site.DEVICE else Tier.HOST
     own_master = bucket.mixed or (bucket.site is Site.HOST and bucket.resident)
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
     if bucket.on_disk and (kind is Kind.MOMENT or bucket.mixed):
-        return Resting(home, 0, "on the disk, visits the host for the CPU's update", ways)
+        return Resting(tier, 0, "on the disk, visits the host for the CPU's update", ways)
     each, reason = 4, UPDATES[bucket.site]
     if kind is Kind.MASTER and bucket.rounds:
         each = size
     if kind is Kind.MOMENT and layout.moments_as != "fp32":
         each, reason = MOMENT_BYTES[layout.moments_as], f"{reason}, in {layout.moments_as}: not exact"
-    return Resting(home, each * numbers, reason, ways)
+    return Resting(tier, each * numbers, reason, ways)
 
 
 def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
@@ -118,14 +118,14 @@ def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
 
 
 def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
-    elements = dict.fromkeys(Home, 0)
-    reasons: dict[Home, str] = {}
+    elements = dict.fromkeys(Tier, 0)
+    reasons: dict[Tier, str] = {}
     for part, number in sorted(parts, key=lambda item: -item[1]):
-        elements[part.home] += number
-        reasons.setdefault(part.home, part.reason)
+        elements[part.tier] += number
+        reasons.setdefault(part.tier, part.reason)
     element_bytes = min((part.element_bytes for part, _ in parts), default=0)
-    home, other = sorted(Home, key=lambda at: -elements[at])
-    main = reasons.get(home, UPDATES[Site.NONE])
+    tier, other = sorted(Tier, key=lambda at: -elements[at])
+    main = reasons.get(tier, UPDATES[Site.NONE])
     ways = max((part.ways for part, _ in parts), default=1)
     return Share(
         unit=unit.name,
@@ -133,7 +133,7 @@ def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
         kind=kind,
         ways=ways,
         element_bytes=element_bytes,
-        home=home,
+        tier=tier,
         strays=elements[other] if element_bytes else 0,
         stray_reason=reasons.get(other, main),
     )
@@ -141,39 +141,39 @@ def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
 
 def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reserve]:
     """The bytes that belong to no unit: with the units' tensors they add up exactly to the arenas."""
-    for home in Home:
-        named = [(*SHARED[item], size) for item, size in _shared_bytes(layout, home).items()]
-        saved = sum(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units) if home is Home.HOST else 0
+    for tier in Tier:
+        named = [(*SHARED[item], size) for item, size in _shared_bytes(layout, tier).items()]
+        saved = sum(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units) if tier is Tier.HOST else 0
         if saved:
             named.append(("alignment of saved tensors", "room between saved tensors", plan.hosted_bytes() - saved))
         tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
-        states = plan.states(home)  # rounded up for each unit, which may be more than for each bucket
-        odd = max(0, sum(part.num_bytes(number) for part, number in tensors if part.home is home) - states)
-        left = addresses.num_bytes(home) - states - odd - saved - sum(size for *_, size in named)
-        assert left >= 0, f"{home.value}: the tensors are larger than the arena by {-left} bytes"
+        states = plan.states(tier)  # rounded up for each unit, which may be more than for each bucket
+        odd = max(0, sum(part.num_bytes(number) for part, number in tensors if part.tier is tier) - states)
+        left = addresses.num_bytes(tier) - states - odd - saved - sum(size for *_, size in named)
+        assert left >= 0, f"{tier.value}: the tensors are larger than the arena by {-left} bytes"
         named.append(("odd tensors", "tensors unlike the others of their unit", odd))
         named.append(("alignment", "room between parameters", left))
         for name, reason, size in named:
             if size:
-                yield Reserve(unit=RUN, reason=reason, owner=f"{home.value}: {name}", num_bytes=size, home=home)
+                yield Reserve(unit=RUN, reason=reason, owner=f"{tier.value}: {name}", num_bytes=size, tier=tier)
 
 
-def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
+def _shared_bytes(layout: Layout, tier: Tier) -> dict[Item, int]:
     """Bytes of slots, scratch, update counts, and gradients that wait for the CPU's update."""
     totals = Counter[Item]()
-    if home is Home.DEVICE:
+    if tier is Tier.DEVICE:
         totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
         totals[Item.RECEIVED], totals[Item.CODES] = received_bytes(layout), aligned(layout.codes_bytes)
-    if home is Home.HOST:
-        totals[Item.EXPANDED] = aligned(layout.expanded_bytes, home)
+    if tier is Tier.HOST:
+        totals[Item.EXPANDED] = aligned(layout.expanded_bytes, tier)
         totals[Item.WINDOW] = layout.window_bytes
         totals[Item.CODES] = sum(b.copy_bytes - b.num_elements for b in layout.buckets if b.in_fp8 and not b.resident)
     for pool in slot_pools(layout):
-        if pool.home is home:
+        if pool.tier is tier:
             totals[pool.item] += pool.num_bytes
     passing = {bucket.name for bucket in layout.buckets if bucket.grad_passes}
     for need in all_needs(layout):
         is_grad = need.item is Item.PARKED and (need.passes or need.bucket in passing)  # counted as slots or the unit's
-        if need.home is home and need.item in (Item.STEPS, Item.PARKED, Item.SCALES) and not is_grad:
-            totals[need.item] += aligned(need.num_bytes, home)
+        if need.tier is tier and need.item in (Item.STEPS, Item.PARKED, Item.SCALES) and not is_grad:
+            totals[need.item] += aligned(need.num_bytes, tier)
     return totals

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from itertools import islice
 from math import inf
 
-from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.facts import Facts, Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.core.sizes import human, written
@@ -71,12 +71,12 @@ class PlacementSearch:
             return None
         if not self._knows_rates:
             return self._first() or self._least_host()
-        least = self._least([self._usual, *self._smaller[:1]], Home.DEVICE, self._host_room)
-        if least is None or least.num_bytes[Home.DEVICE] > self._device_room:
+        least = self._least([self._usual, *self._smaller[:1]], Tier.DEVICE, self._host_room)
+        if least is None or least.num_bytes[Tier.DEVICE] > self._device_room:
             return self._least_host()
         first = off_disk(least.layout, self._host_room)
         found = Timed(first, self._search.seconds(first), least.places, least.placement)
-        budget = STEP * least.num_bytes[Home.DEVICE]
+        budget = STEP * least.num_bytes[Tier.DEVICE]
         while budget < self._device_room:
             found, budget = self._fastest(budget, found, BRIEF), STEP * budget
         bound = min(search.bound(self._device_room) for search in self._tried(self._device_room))
@@ -182,14 +182,14 @@ class PlacementSearch:
             others += [Places(self._facts, streamed), *self._others(streamed)]
         return others
 
-    def _least(self, families: Iterable[Places], home: Home, room: float = inf) -> Least | None:
-        return least_memory(families, home, room, all_leave=self._request.weights == "streamed")
+    def _least(self, families: Iterable[Places], tier: Tier, room: float = inf) -> Least | None:
+        return least_memory(families, tier, room, all_leave=self._request.weights == "streamed")
 
     @cached_property
     def _here(self) -> Least | None:
         """What needs the least of the host within the budget of the device; None: that is too small for everything."""
         too_small = min(map(_lower_bound, self._everything)) > self._device_room
-        return None if too_small else self._least(self._everything, Home.HOST, self._device_room)
+        return None if too_small else self._least(self._everything, Tier.HOST, self._device_room)
 
     def _least_host(self) -> Layout | None:
         """The layout that needs the least of the host, or of the device, if the search found none; None: neither fits.
@@ -198,12 +198,12 @@ class PlacementSearch:
         """
         if self._here is None:
             return None
-        if self._here.num_bytes[Home.HOST] <= self._host_room:  # and with less on the disk, if there is one
+        if self._here.num_bytes[Tier.HOST] <= self._host_room:  # and with less on the disk, if there is one
             search = self._of(self._here.places)
             less = search.worked_out(self._here.placement, self._device_room) if self._request.disk else None
             return off_disk(self._here.layout, self._host_room) if less is None else less
         there = self._within_host
-        return None if there is None or there.num_bytes[Home.DEVICE] > self._device_room else there.layout
+        return None if there is None or there.num_bytes[Tier.DEVICE] > self._device_room else there.layout
 
     # --- refusals ----------------------------------------------------------------------------------------------------
 
@@ -212,25 +212,25 @@ class PlacementSearch:
         if self._here is None:
             key, budget = f"{KEY}.gpu_memory", request.device_bytes
             find = (self._no_device, self._needed_device)
-            return MemoryRefusal(key, request.gpu_memory, *find, home=Home.DEVICE, budget=budget)
-        key, needs = f"{KEY}.host_memory", self._hosted_bytes + self._here.num_bytes[Home.HOST]
+            return MemoryRefusal(key, request.gpu_memory, *find, tier=Tier.DEVICE, budget=budget)
+        key, needs = f"{KEY}.host_memory", self._hosted_bytes + self._here.num_bytes[Tier.HOST]
         cure, budget = partial(self._no_host, needs), request.host_bytes
-        return MemoryRefusal(key, request.host_memory, cure, lambda: needs, home=Home.HOST, budget=budget)
+        return MemoryRefusal(key, request.host_memory, cure, lambda: needs, tier=Tier.HOST, budget=budget)
 
     @cached_property
     def _within_host(self) -> Least | None:
         """What needs the least of the device within the budget of the host, of everything."""
-        return self._least(self._everything, Home.DEVICE, self._host_room)
+        return self._least(self._everything, Tier.DEVICE, self._host_room)
 
     @cached_property
     def _anywhere(self) -> Least:
         """The same; if the budget of the host is too small for all, without it."""
-        least = self._within_host or self._least(self._everything, Home.DEVICE)
+        least = self._within_host or self._least(self._everything, Tier.DEVICE)
         assert least is not None, "without limits there is a plan"
         return least
 
     def _needed_device(self) -> int:
-        return self._saved_bytes + self._anywhere.num_bytes[Home.DEVICE]
+        return self._saved_bytes + self._anywhere.num_bytes[Tier.DEVICE]
 
     def _no_device(self) -> str:
         needed, budget = self._needed_device(), self._request.device_bytes
@@ -240,13 +240,13 @@ class PlacementSearch:
             f"{written(needed)} or more, or a smaller training.per_device_train_batch_size{self._forced()}"
         )
         if self._within_host is None:
-            host = written(self._ranks * (self._hosted_bytes + self._anywhere.num_bytes[Home.HOST]))
+            host = written(self._ranks * (self._hosted_bytes + self._anywhere.num_bytes[Tier.HOST]))
             cure += f"; the host is too small as well: write {KEY}.host_memory: {host} too"
         return cure
 
     def _no_host(self, needed: int) -> str:
         hosted, budget, other = self._hosted_bytes, self._request.host_bytes, self._within_host
-        device = inf if other is None else self._saved_bytes + other.num_bytes[Home.DEVICE]
+        device = inf if other is None else self._saved_bytes + other.num_bytes[Tier.DEVICE]
         part = f", {human(hosted)} of them for what other strategies keep there" if hosted else ""
         each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
         fits = device <= self._facts.machine.device_bytes

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
-from deepstow.strategies.core.facts import Facts, Home, UnitKind
+from deepstow.strategies.core.facts import Facts, Tier, UnitKind
 from deepstow.strategies.core.layout import (
     Item,
     Layout,
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     updates, or a frozen weight that leaves, rests on the disk, and whether a trained weight that leaves does."""
 
     site: Site
-    grad_home: Home = Home.DEVICE
+    grad_tier: Tier = Tier.DEVICE
     grad_split: bool = False
     grad_direct: bool = False
     grad_taken: bool = False
@@ -53,8 +53,8 @@ class Place(NamedTuple):
 
 Placement: TypeAlias = tuple[Place, ...]  # one place per bucket
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
-PASSING: Mapping[Item, Home] = {  # in slots
-    Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST, Item.PARKED: Home.HOST,
+PASSING: Mapping[Item, Tier] = {  # in slots
+    Item.GRAD: Tier.DEVICE, Item.VISIT: Tier.DEVICE, Item.ARRIVAL: Tier.HOST, Item.PARKED: Tier.HOST,
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ class Places:
         self._received = received_bytes(everything)
         leaving = (replace(self.buckets[index], resident_ticks=((0, 1),)) for index in self._may_leave)
         self._codes = aligned(replace(self.empty, buckets=tuple(leaving)).codes_bytes)
-        self._expanded = aligned(everything.expanded_bytes, Home.HOST)
+        self._expanded = aligned(everything.expanded_bytes, Tier.HOST)
         self._weights = [aligned(bucket.weight_bytes) for bucket in self.buckets]
         self.ticks = [uses(bucket, ticks) for bucket in self.buckets]
         shapes: dict[tuple[object, ...], int] = {}
@@ -241,30 +241,30 @@ class Places:
                 yield Place(each, grad_split=index in self._split and each in ON_DEVICE, grad_taken=taken)
             if sends:
                 direct = index in self.direct and each is Site.HOST
-                yield Place(each, Home.HOST, grad_direct=direct, grad_taken=taken)
+                yield Place(each, Tier.HOST, grad_direct=direct, grad_taken=taken)
 
     def _ladder(self) -> list[Placement]:
         """Placements that stream nothing unless they have to, from what moves the least to what moves the most."""
         now = [some[0] for some in self.choices]
         found = [tuple(now)]
-        for wanted in (Home.DEVICE, Home.HOST):  # first states, then gradients
+        for wanted in (Tier.DEVICE, Tier.HOST):  # first states, then gradients
             for index in reversed(range(len(now))):
                 choices = self.choices[index]
                 some = [place for place in choices if place.site is not Site.STREAMED] or choices
-                to = some[-1] if wanted is Home.HOST else next((p for p in some if p.site is Site.HOST), some[0])
+                to = some[-1] if wanted is Tier.HOST else next((p for p in some if p.site is Site.HOST), some[0])
                 if to != now[index]:
                     now[index] = to
                     found.append(tuple(now))
         return found
 
-    def _nearest(self, index: int, site: Site, home: Home) -> Place:
-        """The choice of a bucket that is most like ``site``, then ``home``."""
+    def _nearest(self, index: int, site: Site, tier: Tier) -> Place:
+        """The choice of a bucket that is most like ``site``, then ``tier``."""
         order = [site, Site.HOST, Site.STREAMED, Site.DEVICE, Site.NONE]
-        return min(self.choices[index], key=lambda one: (order.index(one.site), one.grad_home is not home))
+        return min(self.choices[index], key=lambda one: (order.index(one.site), one.grad_tier is not tier))
 
     def streamed(self, placement: Placement) -> Placement:
         """``placement`` with all host updates streamed that may be; gradients wait where they did, if they may."""
-        visits = (self.nearest(index, Site.STREAMED, at.grad_home) for index, at in enumerate(placement))
+        visits = (self.nearest(index, Site.STREAMED, at.grad_tier) for index, at in enumerate(placement))
         pairs = zip(placement, visits, strict=True)
         return tuple(to if at.site is Site.HOST and to.site is Site.STREAMED else at for at, to in pairs)
 
@@ -295,7 +295,7 @@ class Places:
             return placement
         theirs = {name: at for bucket, at in zip(other.buckets, placement, strict=True) for name in bucket.params}
         wanted = (theirs[bucket.params[len(bucket.params) // 2]] for bucket in self.buckets)
-        return tuple(self.nearest(index, at.site, at.grad_home) for index, at in enumerate(wanted))
+        return tuple(self.nearest(index, at.site, at.grad_tier) for index, at in enumerate(wanted))
 
     def alike(self, placement: Placement) -> Mapping[tuple[int, Place], int]:
         """How many buckets are like the one of an index, at one place."""
@@ -332,7 +332,7 @@ class Places:
         host += min(self.empty.window_slots, pieces) * piece_bytes
         for item, sizes in passed.items():
             slots = sum(size * number for size, number in size_classes(sizes, self.empty.slots(item)))
-            device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
+            device, host = (device + slots, host) if PASSING[item] is Tier.DEVICE else (device, host + slots)
         units: dict[str, int] = {}
         leaving = self.offloadable(placement)
         for index in leaving:
@@ -349,14 +349,14 @@ class Places:
     def _cost(self, index: int, place: Place) -> _Cost:
         bucket = self._bucket(index, place)
         stays, leaves = (
-            [(need, aligned(need.num_bytes, need.home)) for need in needs(one, self.empty)]
+            [(need, aligned(need.num_bytes, need.tier)) for need in needs(one, self.empty)]
             for one in (bucket, replace(bucket, resident_ticks=((0, 1),)))
         )
         host, away = (
-            sum(size for need, size in found if not need.passes and need.home is Home.HOST) for found in (stays, leaves)
+            sum(size for need, size in found if not need.passes and need.tier is Tier.HOST) for found in (stays, leaves)
         )
         return _Cost(
-            device=sum(size for need, size in stays if not need.passes and need.home is Home.DEVICE),
+            device=sum(size for need, size in stays if not need.passes and need.tier is Tier.DEVICE),
             host=host,
             copy=away - host,
             passing=tuple((need.item, size) for need, size in stays if need.passes),

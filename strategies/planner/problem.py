@@ -20,7 +20,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Site
 
 
@@ -62,7 +62,7 @@ class Update:
     touched_bytes: int = 0
     grad_bytes: int = 0
     state_bytes: int = 0
-    grad_home: Home = Home.DEVICE
+    grad_tier: Tier = Tier.DEVICE
     grad_slot: int | None = None
     grad_direct: bool = False
     arrival_slot: int | None = None
@@ -78,7 +78,7 @@ class Update:
     @property
     def sends_down(self) -> bool:
         """Whether the gradient crosses the link."""
-        return self.grad_bytes > 0 and (self.site is Site.HOST or self.grad_home is Home.HOST)
+        return self.grad_bytes > 0 and (self.site is Site.HOST or self.grad_tier is Tier.HOST)
 
     @property
     def leaves_slot(self) -> bool:

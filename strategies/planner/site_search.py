@@ -22,7 +22,7 @@ from math import inf
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.facts import Facts, Tier
 from deepstow.strategies.core.layout import Layout, Site
 from deepstow.strategies.planner.addresses import place
 from deepstow.strategies.planner.estimate import Estimate
@@ -89,12 +89,12 @@ class SiteSearch:
         sizes = self.places.sizes(placement)
         made = self._scheduled(placement, sizes, device_room, searched)
         surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
-        if made is None or surely or place(made).num_bytes(Home.HOST) <= self._host_room:
+        if made is None or surely or place(made).num_bytes(Tier.HOST) <= self._host_room:
             return made if made is None else off_disk(made, self._host_room)
         some = fewest_copies(self.places.movable(placement), sizes.weights - sizes.room(device_room)) or []
         made = only_while_used(self.places.layout(placement), [weight.index for weight in some])
         needed = place(made)
-        fits = needed.num_bytes(Home.HOST) <= self._host_room and needed.num_bytes(Home.DEVICE) <= device_room
+        fits = needed.num_bytes(Tier.HOST) <= self._host_room and needed.num_bytes(Tier.DEVICE) <= device_room
         return off_disk(made, self._host_room) if fits else None
 
     def timed(self, placement: Placement, device_room: int) -> Timed | None:
@@ -182,7 +182,7 @@ class SiteSearch:
         if self._request.weights == "streamed":
             ahead = WINDOW if self._request.prefetch is None else self._request.prefetch
             made = only_while_used(layout, places.blocks, ahead)
-            if place(made).num_bytes(Home.DEVICE) <= device_room:
+            if place(made).num_bytes(Tier.DEVICE) <= device_room:
                 return made
         try:
             may_leave = places.offloadable(placement)
@@ -332,8 +332,8 @@ class Mixer:
         some = _first(by_size, sizes, mix.streamed) if mix.small else self._part(mix.stays, mix.ends, mix.streamed)
         streamed, sent = {*some}, self._part(mix.stays, mix.ends, mix.sent)
         sites = (Site.DEVICE if i in here else Site.STREAMED if i in streamed else Site.HOST for i in range(len(sizes)))
-        homes = (Home.HOST if index in sent else Home.DEVICE for index in range(len(sizes)))
-        return tuple(map(self._nearest, range(len(sizes)), sites, homes))
+        tiers = (Tier.HOST if index in sent else Tier.DEVICE for index in range(len(sizes)))
+        return tuple(map(self._nearest, range(len(sizes)), sites, tiers))
 
     def _split_of(self, stays: int, ends: int) -> tuple[set[int], list[int]]:
         """The buckets that stay on the device, and all others."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Bucket, Layout, Site, aligned, needs
 from deepstow.strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
 from deepstow.strategies.planner.addresses import place
@@ -95,10 +95,10 @@ def off_disk(layout: Layout, host_room: int) -> Layout:
     copies = [(index, COPY) for index in there if layout.buckets[index].copy_on_disk]
     changes = copies + [(index, ALL) for index in sorted(there, key=lambda index: layout.buckets[index].state_on_disk)]
     for some in (changes, copies):  # all of them: then the host needs no slots for them, either
-        if some and place(less := _changed(layout, some)).num_bytes(Home.HOST) <= host_room:
+        if some and place(less := _changed(layout, some)).num_bytes(Tier.HOST) <= host_room:
             layout = less
             break
-    room, taken = host_room - place(layout).num_bytes(Home.HOST), list[Change]()
+    room, taken = host_room - place(layout).num_bytes(Tier.HOST), list[Change]()
     kept = set[int]()  # whose weights stay there, and so their state
     for index, change in changes:
         bucket = layout.buckets[index] if change is COPY else replace(layout.buckets[index], copy_on_disk=False)
@@ -112,8 +112,8 @@ def off_disk(layout: Layout, host_room: int) -> Layout:
 
 def _held(bucket: Bucket, layout: Layout) -> int:
     """Bytes of the host, without slots."""
-    found = (need for need in needs(bucket, layout) if need.home is Home.HOST and not need.passes)
-    return sum(aligned(need.num_bytes, Home.HOST) for need in found)
+    found = (need for need in needs(bucket, layout) if need.tier is Tier.HOST and not need.passes)
+    return sum(aligned(need.num_bytes, Tier.HOST) for need in found)
 
 
 def _changed(layout: Layout, changes: Iterable[Change]) -> Layout:

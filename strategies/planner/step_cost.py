@@ -110,7 +110,9 @@ def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
     """Bytes that cross the link in one step, up and down."""
     problem = problem_of(facts, layout, rates)
     tasks = [task for task in build_tasks(problem, list(evictions_of(problem, layout)), 4) if task.iteration == STEADY]
-    up, down = (sum(task.num_bytes for task in tasks if task.resource is lane) for lane in (Resource.UP, Resource.DOWN))
+    up, down = (
+        sum(task.num_bytes for task in tasks if task.resource is stream) for stream in (Resource.UP, Resource.DOWN)
+    )
     return up, down
 
 
@@ -282,7 +284,7 @@ def _update(
         # Without a slot parameters go one by one, and the room between them does not.
         grad_bytes=ITEM_BYTES[bucket.dtype] * elements if bucket.grad_direct else bucket.weight_bytes // bucket.ways,
         state_bytes=state,
-        grad_home=bucket.grad_home,
+        grad_tier=bucket.grad_tier,
         grad_slot=slots.get((bucket.name, Item.GRAD)),
         grad_direct=bucket.grad_direct,
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),

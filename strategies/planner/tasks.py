@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Site
 from deepstow.strategies.planner.problem import Eviction, Problem, Tick, Update, Weight, need_order
 
@@ -247,7 +247,7 @@ class TaskBuilder:
         if update.grad_direct:
             self._slot = down
         self._landed[weight] = down
-        if update.grad_home is Home.HOST and not is_first:
+        if update.grad_tier is Tier.HOST and not is_first:
             added = self._on_cpu(f"sum {name}", SUM_NUMBERS * update.grad_bytes, [down])
             added.priority = (self._at, -1, self._problem.rank[weight])
             self._occupy(slot, added)
@@ -264,7 +264,7 @@ class TaskBuilder:
 
     def _sends(self, weight: int, is_last: bool) -> bool:
         update = self._problem.weights[weight].update
-        return update is not None and update.leaves_slot and (is_last or update.grad_home is Home.HOST)
+        return update is not None and update.leaves_slot and (is_last or update.grad_tier is Tier.HOST)
 
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the tick ``need`` waits for, unless the update that comes first makes the weight."""
@@ -347,7 +347,7 @@ class TaskBuilder:
         gate, vacated = self._gate.get(weight, []), self._vacated.pop(weight, [])
         if update.site is Site.STREAMED:
             slot = self._slots.get(update.visit_slot)
-            hosted = update.grad_home is Home.HOST
+            hosted = update.grad_tier is Tier.HOST
             size = update.state_bytes + (update.grad_bytes if hosted else 0)
             visit = self._copy(Resource.UP, f"state {info.name}", size, (slot, *waits))
             visit.priority = (number, info.uses[0], self._problem.rank[weight])

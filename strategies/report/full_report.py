@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from deepstow.strategies.core.facts import Unit, UnitKind
 from deepstow.strategies.core.on_disk import disk_bytes, state_file_bytes, weight_bytes_on_disk, weights_on_disk
-from deepstow.strategies.core.plan import NONE, Home, Keep, Kind, Plan
+from deepstow.strategies.core.plan import NONE, Keep, Kind, Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner import gemm_routes
 from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
@@ -53,7 +53,7 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     return {
         **plan_json.to_json(plan),
         "rows": to_jsonable_python(plan_table.rows(plan)),
-        "totals": {home.value: _totals(plan, home) for home in Home},
+        "totals": {tier.value: _totals(plan, tier) for tier in Tier},
         "deepspeed": plan.engine(),
         "idle": dict(plan.idle),
         "linears": {path: routes._asdict() for path, routes in gemm_routes.chosen(plan).items()},
@@ -62,9 +62,9 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     }
 
 
-def _totals(plan: Plan, home: Home) -> dict[str, int]:
-    of_kind = {kind.value: plan.total(kind, home) for kind in Kind}
-    return of_kind | {"states": plan.states(home), "predicted_peak": plan.peak(home)}
+def _totals(plan: Plan, tier: Tier) -> dict[str, int]:
+    of_kind = {kind.value: plan.total(kind, tier) for kind in Kind}
+    return of_kind | {"states": plan.states(tier), "predicted_peak": plan.peak(tier)}
 
 
 def headline(plan: Plan, cost: StepCost) -> str:

@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
 from deepstow.strategies.core.addresses import Addresses, Spot
-from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.facts import Facts, Tier
 from deepstow.strategies.core.layout import Item, Layout, Site, gradient_tick, ticks_of
 from deepstow.strategies.core.peak import host_room
 from deepstow.strategies.core.plan import Keep, Plan
 from deepstow.strategies.core.validate import validate
 
-VERSION = 4
+VERSION = 5
 
 
 class Entry(BaseModel):
@@ -34,11 +34,11 @@ class Entry(BaseModel):
 
 
 class SpotEntry(Entry):
-    """A stretch of one home's arena, in bytes. Buckets whose spots of one item are the same use them in turn."""
+    """A stretch of one tier's arena, in bytes. Buckets whose spots of one item are the same use them in turn."""
 
     bucket: str = Field(description="empty: of no single bucket, as scratch")
     item: Item
-    home: Home
+    tier: Tier
     offset: int
     num_bytes: int
 
@@ -58,11 +58,11 @@ class TickEntry(Entry):
 class PlanFile(Entry):
     """A whole ``plan.json``. Nothing is stowed if ``layout`` is null; then there is nothing to carry out."""
 
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     facts: Facts
     keeps: list[Keep] = Field(description="what each unit keeps for backward")
     layout: Layout | None
-    arenas: dict[Home, int] = Field(description="bytes of each")
+    arenas: dict[Tier, int] = Field(description="bytes of each")
     spots: list[SpotEntry]
     ticks: list[TickEntry]
     updates: list[str] = Field(description="buckets in the order of their updates")
@@ -78,7 +78,7 @@ class PlanFile(Entry):
     )
 
     def addresses(self) -> Addresses:
-        spots = {(each.bucket, each.item): Spot(each.home, each.offset, each.num_bytes) for each in self.spots}
+        spots = {(each.bucket, each.item): Spot(each.tier, each.offset, each.num_bytes) for each in self.spots}
         return Addresses(self.arenas, spots)
 
 
@@ -96,7 +96,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     if layout is not None and addresses is not None:
         found |= {"layout": layout, "arenas": addresses.arena_bytes, "ticks": ticks(layout), "updates": updates(layout)}
         found["spots"] = [
-            SpotEntry(bucket=name, item=item, home=spot.home, offset=spot.offset, num_bytes=spot.num_bytes)
+            SpotEntry(bucket=name, item=item, tier=spot.tier, offset=spot.offset, num_bytes=spot.num_bytes)
             for (name, item), spot in addresses.spots.items()
         ]
     made: dict[str, Any] = to_jsonable_python(found)
@@ -136,7 +136,7 @@ def problems(text: str) -> list[str]:
         return [f"not JSON: {error}"]
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != VERSION:
-        return [f"schema_version = {version!r}: this reads {VERSION}"]
+        return [f"schema_version = {version!r}: this release reads {VERSION}; write the plan anew from its config"]
     try:
         file = PlanFile.model_validate(content)
     except ValidationError as error:

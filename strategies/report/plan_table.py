@@ -1,5 +1,5 @@
 """The plan as a table: what is needed and what the machine has, then one row for the embedding, all blocks and the head
-per home, which says who decided it and why.
+per tier, which says who decided it and why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from deepstow.strategies.core.facts import Unit, UnitKind
 from deepstow.strategies.core.grid import Cell, Grid
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, largest_shared, ticks_of, uses
 from deepstow.strategies.core.leads import leads
-from deepstow.strategies.core.plan import Home, Kind, Plan, When
+from deepstow.strategies.core.plan import Kind, Plan, Tier, When
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.budget import loading_bytes, writing_bytes
 from deepstow.strategies.planner.compressed import words
@@ -23,8 +23,8 @@ from deepstow.strategies.planner.memory_rows import UPDATES
 from deepstow.strategies.report.table import table as aligned
 
 BUCKETS = ("buckets", "bytes", "update", "gradients wait", "weights", "address on the device")
-HEADER = ("unit", "home", "each rank", *(kind.value for kind in Kind), "decided by", "why")
-IN_RAM = {Home.DEVICE: "this machine's RAM", Home.HOST: "the same RAM"}  # without an accelerator
+HEADER = ("unit", "tier", "each rank", *(kind.value for kind in Kind), "decided by", "why")
+IN_RAM = {Tier.DEVICE: "this machine's RAM", Tier.HOST: "the same RAM"}  # without an accelerator
 SAVED = "saved for backward"
 SHOWN = 8  # copies and stages side by side; of more, the first ones
 
@@ -37,7 +37,7 @@ class Row:
     tensors: str
     ways: int
     num_bytes: int
-    home: Home
+    tier: Tier
     decided_by: str
     reason: str
 
@@ -45,24 +45,24 @@ class Row:
 def rows(plan: Plan) -> list[Row]:
     """All rows in order of first use, without tensors that do not exist."""
     found = [row for unit in plan.facts.units for row in _rows_of(plan, unit)]
-    for reserve in (reserve for home in Home for reserve in plan.reserves(home) if reserve.num_bytes):
+    for reserve in (reserve for tier in Tier for reserve in plan.reserves(tier) if reserve.num_bytes):
         what, by = f"buffer, {reserve.when.value}", plan.decided_by(reserve.slot)
-        found.append(Row(reserve.owner, what, 1, reserve.num_bytes, reserve.home, by, reserve.reason))
+        found.append(Row(reserve.owner, what, 1, reserve.num_bytes, reserve.tier, by, reserve.reason))
     return found
 
 
 def _rows_of(plan: Plan, unit: Unit) -> list[Row]:
-    """Of one unit: at the home of its tensors, then at that of strays; then what it saves."""
+    """Of one unit: at the tier of its tensors, then at that of strays; then what it saves."""
     name, found = unit.name, list[Row]()
     for kind in Kind:
         share = plan.share(name, kind)
         by = plan.decided_by(share.slot)
-        for home in sorted(Home, key=lambda home: home is not share.home):
-            reason = share.reason if home is share.home else share.stray_reason
-            found.append(Row(name, kind.value, share.ways, plan.num_bytes(name, kind, home), home, by, reason))
+        for tier in sorted(Tier, key=lambda tier: tier is not share.tier):
+            reason = share.reason if tier is share.tier else share.stray_reason
+            found.append(Row(name, kind.value, share.ways, plan.num_bytes(name, kind, tier), tier, by, reason))
     keep = plan.keep(name)
-    for home, num_bytes in ((Home.DEVICE, keep.saved_bytes), (Home.HOST, keep.hosted_bytes)):
-        found.append(Row(name, SAVED, 1, num_bytes, home, plan.decided_by(keep.slot), keep.reason))
+    for tier, num_bytes in ((Tier.DEVICE, keep.saved_bytes), (Tier.HOST, keep.hosted_bytes)):
+        found.append(Row(name, SAVED, 1, num_bytes, tier, plan.decided_by(keep.slot), keep.reason))
     return [row for row in found if row.num_bytes]
 
 
@@ -87,28 +87,28 @@ def title(plan: Plan) -> str:
 def lines(plan: Plan) -> list[str]:
     """The table of the training state, and below it saved tensors, buffers and idle strategies."""
     folded: dict[tuple[UnitKind, str, int, str], list[Row]] = {}
-    saved: dict[Home, dict[UnitKind, list[Row]]] = {}
+    saved: dict[Tier, dict[UnitKind, list[Row]]] = {}
     for unit in plan.facts.units:
         for row in _rows_of(plan, unit):
             if row.tensors == SAVED:
-                saved.setdefault(row.home, {}).setdefault(unit.kind, []).append(row)
+                saved.setdefault(row.tier, {}).setdefault(unit.kind, []).append(row)
             else:
-                folded.setdefault((unit.kind, row.home.value, row.ways, row.decided_by), []).append(row)
+                folded.setdefault((unit.kind, row.tier.value, row.ways, row.decided_by), []).append(row)
     kinds = list(UnitKind)
     order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))
     found = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
-    found += [_saved_line(plan, home, saved[home]) for home in Home if home in saved]
+    found += [_saved_line(plan, tier, saved[tier]) for tier in Tier if tier in saved]
     found += _buffer_lines(plan)
     return found + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
 
 
 def _cells(some: Sequence[Row]) -> tuple[str, ...]:
-    """One row of the table for rows of units that are alike, at one home and split in one way."""
+    """One row of the table for rows of units that are alike, at one tier and split in one way."""
     sums = {kind.value: sum(row.num_bytes for row in some if row.tensors == kind.value) for kind in Kind}
     part = "all" if some[0].ways == 1 else f"1/{some[0].ways}"
     why = "; ".join(dict.fromkeys(row.reason for row in some))
     sizes = (human(size) if size else "" for size in sums.values())
-    return (_span([row.unit for row in some]), some[0].home.value, part, *sizes, some[0].decided_by, why)
+    return (_span([row.unit for row in some]), some[0].tier.value, part, *sizes, some[0].decided_by, why)
 
 
 def _span(units: Iterable[str]) -> str:
@@ -117,7 +117,7 @@ def _span(units: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]} x{len(names)}"
 
 
-def _saved_line(plan: Plan, home: Home, saved: dict[UnitKind, list[Row]]) -> str:
+def _saved_line(plan: Plan, tier: Tier, saved: dict[UnitKind, list[Row]]) -> str:
     def total(some: Iterable[Row]) -> str:
         return human(sum(row.num_bytes for row in some))
 
@@ -126,43 +126,43 @@ def _saved_line(plan: Plan, home: Home, saved: dict[UnitKind, list[Row]]) -> str
     why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in every))
     times = plan.facts.run.in_flight
     each = f", for each of {times} micro-batches under way" if times > 1 else ""
-    return f"{SAVED} on the {home.value}{each}: {total(every)} ({parts}) [{why}]"
+    return f"{SAVED} on the {tier.value}{each}: {total(every)} ({parts}) [{why}]"
 
 
 def _buffer_lines(plan: Plan) -> Iterator[str]:
-    """Reserved buffers, by home and by when they are alive."""
-    for home in Home:
+    """Reserved buffers, by tier and by when they are alive."""
+    for tier in Tier:
         for when in When:
-            some = [one for one in plan.reserves(home) if one.when is when and one.num_bytes]
+            some = [one for one in plan.reserves(tier) if one.when is when and one.num_bytes]
             if some:
-                parts = ", ".join(f"{one.owner.removeprefix(f'{home.value}: ')} {human(one.num_bytes)}" for one in some)
-                yield f"buffers on the {home.value}, {when.value}: {parts}"
+                parts = ", ".join(f"{one.owner.removeprefix(f'{tier.value}: ')} {human(one.num_bytes)}" for one in some)
+                yield f"buffers on the {tier.value}, {when.value}: {parts}"
 
 
 def summary(plan: Plan) -> Iterator[str]:
-    """Predicted peak and room per home of one rank."""
+    """Predicted peak and room per tier of one rank."""
     machine = plan.facts.machine
-    has = {Home.DEVICE: machine.device_bytes, Home.HOST: machine.host_bytes}
-    for home in Home:
-        if home is Home.HOST and not machine.has_accelerator and not plan.states(home) and not plan.hosted_bytes():
+    has = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes}
+    for tier in Tier:
+        if tier is Tier.HOST and not machine.has_accelerator and not plan.states(tier) and not plan.hosted_bytes():
             continue  # the device is the host: the line above covers it
-        peak = plan.peak(home)
-        room = has[home] - peak
+        peak = plan.peak(tier)
+        room = has[tier] - peak
         rest = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
-        if home is Home.DEVICE and machine.device_overhead_bytes:
+        if tier is Tier.DEVICE and machine.device_overhead_bytes:
             rest += f", beside {human(machine.device_overhead_bytes)} for its context and libraries"
-        where = home.value if machine.has_accelerator else f"{home.value} ({IN_RAM[home]})"
+        where = tier.value if machine.has_accelerator else f"{tier.value} ({IN_RAM[tier]})"
         yield (
-            f"predicted peak per rank, {where}: {human(peak)} of {human(has[home])} ({rest}); "
-            f"training state {human(plan.states(home))}"
+            f"predicted peak per rank, {where}: {human(peak)} of {human(has[tier])} ({rest}); "
+            f"training state {human(plan.states(tier))}"
         )
-    if (loading := loading_bytes(plan)) > plan.peak(Home.HOST):
+    if (loading := loading_bytes(plan)) > plan.peak(Tier.HOST):
         yield f"while the model is loaded, per rank, host: up to {human(loading)}"
     if writing := writing_bytes(plan):
         yield f"while the model is written, first rank, host: up to {human(writing)}"
     if plan.facts.run.two_level:
-        yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner.startswith("collectives"))
-    yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner in (UNDER_WAY, EXCHANGED))
+        yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner.startswith("collectives"))
+    yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner in (UNDER_WAY, EXCHANGED))
     if plan.facts.run.compression is not None:
         yield words(
             plan.facts, spans=plan.layout is not None and any(bucket.ways > 1 for bucket in plan.layout.buckets)
@@ -183,7 +183,7 @@ def bucket_lines(plan: Plan) -> list[str]:
     groups: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in layout.buckets:
         # Embedding, blocks and head each have rows of their own; a bucket of several units is of the first one's kind.
-        grads = (bucket.grad_home, bucket.grad_split, bucket.grad_direct, bucket.grad_taken)
+        grads = (bucket.grad_tier, bucket.grad_split, bucket.grad_direct, bucket.grad_taken)
         key = (bucket.site, grads, bucket.resident, bucket.weight_on_disk, bucket.in_fp8, kinds[bucket.units[0]])
         groups.setdefault(key, []).append(bucket)
     return [
@@ -223,7 +223,7 @@ def _bucket_cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) 
     spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in some]
     where = f"{human(min(s.offset for s in spots))} to {human(max(s.end for s in spots))}"
     how = ", shared" * first.grad_split + ", without a slot" * first.grad_direct
-    at = "the update takes them" if first.grad_taken else f"on the {first.grad_home.value}"
+    at = "the update takes them" if first.grad_taken else f"on the {first.grad_tier.value}"
     waits = "" if first.site is Site.NONE else f"{at}{how}"
     total = human(sum(bucket.weight_bytes for bucket in some))
     return (name, total, UPDATES[first.site], waits, _travels(some, layout), where)
@@ -281,6 +281,6 @@ def stage_table(plans: Sequence[Plan]) -> list[str]:
         parts = [facts.cut.parts[part] for part in facts.cut.of_stage(number)]
         units = ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
         saved = facts.run.in_flight * sum(plan.saved_bytes(unit.name) for unit in facts.units)
-        sizes = (plan.states(Home.DEVICE), saved, plan.peak(Home.DEVICE), facts.machine.device_bytes)
+        sizes = (plan.states(Tier.DEVICE), saved, plan.peak(Tier.DEVICE), facts.machine.device_bytes)
         rows.append((str(number), units, f"{facts.num_params / 1e6:,.1f} M", *map(human, sizes)))
     return ["each rank of a stage, on its device:", *aligned(header, rows, header[2:])]

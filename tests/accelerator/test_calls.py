@@ -11,7 +11,7 @@ from torch import nn
 
 from deepstow.strategies.engine import stow
 from deepstow.strategies.engine.memory import accelerator
-from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.norms import together
 from deepstow.trainer.machine.block_timing import UnitClock
@@ -54,26 +54,26 @@ def test_who_waits_for_an_event_sleeps(device: Any, there: torch.device, monkeyp
     busy = torch.randn(400, 400, device=there)
     for _ in range(20):
         busy = busy @ busy
-    transfer.host_wait(transfer.record(Lane.COMPUTE))
+    transfer.host_wait(transfer.record(Stream.COMPUTE))
     assert naps
 
 
 def test_compute_is_one_stream(there: torch.device) -> None:
     transfer = AcceleratorTransfer(there)
-    transfer.record(Lane.COMPUTE)
+    transfer.record(Stream.COMPUTE)
     with torch.Stream(device=there), pytest.raises(RuntimeError, match="runs on the stream on which it first ran"):
-        transfer.record(Lane.COMPUTE)
+        transfer.record(Stream.COMPUTE)
 
 
 def test_threads_keep_their_streams(there: torch.device) -> None:
-    """One is inside of a lane while another enters and leaves it: both end on the stream on which they began."""
+    """One is inside of a stream while another enters and leaves it: both end on the stream on which they began."""
     transfer, inside, left = AcceleratorTransfer(there), threading.Event(), threading.Event()
     ended: list[torch.Stream] = []
 
     def other() -> None:
         mine = torch.Stream(device=there)
         torch.accelerator.set_stream(mine)
-        with transfer.on(Lane.UP):
+        with transfer.on(Stream.UP):
             inside.set()
             left.wait(10)
         ended.extend([mine, torch.accelerator.current_stream(there)])
@@ -82,7 +82,7 @@ def test_threads_keep_their_streams(there: torch.device) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait(10)
-    with transfer.on(Lane.UP):
+    with transfer.on(Stream.UP):
         assert torch.accelerator.current_stream(there) != began
     assert torch.accelerator.current_stream(there) == began
     left.set()
@@ -90,16 +90,16 @@ def test_threads_keep_their_streams(there: torch.device) -> None:
     assert ended[0] == ended[1]
 
 
-def test_poison_is_on_the_lane_that_overwrites_it(device: Any, there: torch.device) -> None:
+def test_poison_is_on_the_stream_that_overwrites_it(device: Any, there: torch.device) -> None:
     transfer, region = AcceleratorTransfer(there), torch.zeros(1000, device=there)
     torch.accelerator.synchronize()
     pages = torch.ones(1000, pin_memory=True)
     for _ in range(20):  # in another order one of them would end as NaN
-        transfer.poison(Lane.UP, region)
-        transfer.copy(Lane.UP, region, pages)
-        transfer.wait(Lane.COMPUTE, transfer.record(Lane.UP))
+        transfer.poison(Stream.UP, region)
+        transfer.copy(Stream.UP, region, pages)
+        transfer.wait(Stream.COMPUTE, transfer.record(Stream.UP))
         assert bool((region == 1).all())
-        transfer.wait(Lane.UP, transfer.record(Lane.COMPUTE))
+        transfer.wait(Stream.UP, transfer.record(Stream.COMPUTE))
 
 
 def test_the_worker_sets_its_device(there: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,8 @@ class Watched(AcceleratorTransfer):
         super().__init__(sides.ground.device)
         self.waited, self.events = 0, dict[int, Any]()
 
-    def _record(self, lane: Lane) -> Any:
-        event = super()._record(lane)
+    def _record(self, stream: Stream) -> Any:
+        event = super()._record(stream)
         self.events[id(event)] = event
         return event
 
@@ -200,11 +200,11 @@ def test_events_are_used_again(layout: str) -> None:
 
 def test_an_event_that_somebody_holds_is_not_used_again(there: torch.device) -> None:
     transfer = AcceleratorTransfer(there)
-    held = transfer.record(Lane.UP)
+    held = transfer.record(Stream.UP)
     handle = held.handle
-    assert transfer.record(Lane.DOWN).handle is not handle
+    assert transfer.record(Stream.DOWN).handle is not handle
     del held
-    assert transfer.record(Lane.DOWN).handle is handle
+    assert transfer.record(Stream.DOWN).handle is handle
 
 
 @pytest.mark.parametrize(("norm", "accumulation"), [(0.0, 1), (0.5, 1), (0.5, 2)])

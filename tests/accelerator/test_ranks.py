@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from deepstow.strategies.engine import stow
-from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Stream
 from deepstow.trainer.distributed.ranks import Ranks, describe
 from tests.accelerator.conftest import COPIES_US, KERNELS_US, library
 from tests.accelerator.rank import in_group, started, through_a_config
@@ -43,15 +43,15 @@ def opened() -> Any:
 
 def unlike(ranks: Ranks, group: Any) -> list[str]:
     """What differs; of every other case copies up lag behind all else, of the others copies down."""
-    lagging = cycle((Lane.DOWN, Lane.UP))
+    lagging = cycle((Stream.DOWN, Stream.UP))
     few = Table({"model": ("blocks", "llama"), **{name: FACTORS[name] for name in FEW}}, FORBIDDEN)
     rows: list[Row] = [{**CASE, **row} for row in few.rows()]
     rows.append({**rows[0], **FAST, "split": False})
 
     def how() -> dict[str, Any]:
         transfer, late = AcceleratorTransfer(torch.device(DEVICE)), next(lagging)
-        for lane, stream in transfer._streams.items():
-            library().slow(stream.stream_id, SLOW_US if lane is late else 0)
+        for stream, stream in transfer._streams.items():
+            library().slow(stream.stream_id, SLOW_US if stream is late else 0)
         return {"transfer": transfer, "process_group": group}
 
     return train(ranks, rows, DEVICE, how)

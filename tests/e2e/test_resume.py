@@ -152,7 +152,7 @@ def predicted_is_measured(folder: Path) -> None:
     rows = {row["owner"]: row for row in plan["measured"]}
     assert rows.keys() >= {"saved for backward", "process, peak", "link up, step 2", "link down, step 2"}
     sent = sum(
-        row["num_bytes"] for row in plan["rows"] if (row["tensors"], row["home"]) == ("saved for backward", "host")
+        row["num_bytes"] for row in plan["rows"] if (row["tensors"], row["tier"]) == ("saved for backward", "host")
     )
     for name in ("link up, step 2", "link down, step 2"):
         predicted, measured = rows[name]["predicted"], rows[name]["measured"]

@@ -68,13 +68,13 @@ def test_in_bf16_the_engine_equals_itself_with_the_optimizer_of_the_config(
 
 def broken(ranks: Ranks, config: Any) -> dict[str, Any]:
     """Whatever goes down the link arrives with one number changed a little."""
-    from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+    from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
 
     right = Transfer.copy
 
-    def copy(self: Any, lane: Lane, target: Any, source: Any) -> None:
-        right(self, lane, target, source)
-        if lane is Lane.DOWN:
+    def copy(self: Any, stream: Stream, target: Any, source: Any) -> None:
+        right(self, stream, target, source)
+        if stream is Stream.DOWN:
             target.view(-1)[:1].mul_(1.01)
 
     Transfer.copy = copy  # type: ignore[method-assign]

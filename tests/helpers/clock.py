@@ -1,9 +1,9 @@
 """A clock for the engine: copies and compute take the seconds that a machine would take, and none of ours.
 
-Lanes have a time each. An event is the time of its lane, a wait moves the waiting lane on, a copy takes its latency and
-its bytes, both ways at full speed. Compute takes the seconds of the simulator's steps, at the borders of scopes. The
-host is where compute is: it issues nothing for a step that compute has not reached. Copies are made at once, so results
-are those of any other transfer.
+Streams have a time each. An event is the time of its stream, a wait moves the waiting stream on, a copy takes its
+latency and its bytes, both ways at full speed. Compute takes the seconds of the simulator's steps, at the borders of
+scopes. The host is where compute is: it issues nothing for a step that compute has not reached. Copies are made at
+once, so results are those of any other transfer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from deepstow.strategies.core.facts import Rates
 from deepstow.strategies.engine.engine import Engine
 from deepstow.strategies.engine.module_hooks import Scope
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 
 
 class Clocked(Transfer):
@@ -26,29 +26,29 @@ class Clocked(Transfer):
         super().__init__()
         assert rates.duplex_factor == 1, "directions do not disturb each other here"
         self._rates = rates
-        self.now = dict.fromkeys(Lane, 0.0)
+        self.now = dict.fromkeys(Stream, 0.0)
 
     def work(self, seconds: float) -> None:
         """Compute takes so long."""
-        self.now[Lane.COMPUTE] += seconds
+        self.now[Stream.COMPUTE] += seconds
 
     def done(self, event: Event | None) -> bool:
-        return event is None or event.handle <= self.now[Lane.COMPUTE]
+        return event is None or event.handle <= self.now[Stream.COMPUTE]
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
-        start = max(self.now[lane], self.now[Lane.COMPUTE])
-        rate = self._rates.up_bytes_per_s if lane is Lane.UP else self._rates.down_bytes_per_s
-        self.now[lane] = start + self._rates.link_latency_s + target.nbytes / rate
+        start = max(self.now[stream], self.now[Stream.COMPUTE])
+        rate = self._rates.up_bytes_per_s if stream is Stream.UP else self._rates.down_bytes_per_s
+        self.now[stream] = start + self._rates.link_latency_s + target.nbytes / rate
 
-    def _record(self, lane: Lane) -> float:
-        return self.now[lane]
+    def _record(self, stream: Stream) -> float:
+        return self.now[stream]
 
-    def _wait(self, lane: Lane, event: Event) -> None:
-        self.now[lane] = max(self.now[lane], event.handle)
+    def _wait(self, stream: Stream, event: Event) -> None:
+        self.now[stream] = max(self.now[stream], event.handle)
 
     def _host_wait(self, event: Event) -> None:
-        self._wait(Lane.HOST, event)
+        self._wait(Stream.HOST, event)
 
 
 def drive(engine: Engine, clock: Clocked, forward: Mapping[str, float], backward: Mapping[str, float]) -> None:

@@ -13,49 +13,49 @@ from typing import Any
 
 from torch import Tensor
 
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Regions, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Regions, Stream, Transfer
 
-Clock = dict[Lane, int]
+Clock = dict[Stream, int]
 
 
 class Delayed(Transfer):
     """Copies made as late as their events allow: code that forgets to wait reads old bytes. Compute and the host are
-    immediate; each copy lane is a queue that runs only as far as something waits for it.
+    immediate; each copy stream is a queue that runs only as far as something waits for it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._queues: dict[Lane, deque[Callable[[], object]]] = {Lane.UP: deque(), Lane.DOWN: deque()}
-        self._done: dict[Lane, int] = {Lane.UP: 0, Lane.DOWN: 0}
+        self._queues: dict[Stream, deque[Callable[[], object]]] = {Stream.UP: deque(), Stream.DOWN: deque()}
+        self._done: dict[Stream, int] = {Stream.UP: 0, Stream.DOWN: 0}
         self._lock = threading.RLock()  # the worker waits, too
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        self._queues[lane].append(lambda: target.copy_(source))
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+        self._queues[stream].append(lambda: target.copy_(source))
 
-    def _run(self, lane: Lane, work: Callable[[], object]) -> None:
-        self._queues[lane].append(work)
+    def _run(self, stream: Stream, work: Callable[[], object]) -> None:
+        self._queues[stream].append(work)
 
-    def poison(self, lane: Lane, region: Tensor) -> None:
-        self._queues[lane].append(lambda: region.fill_(math.nan))
+    def poison(self, stream: Stream, region: Tensor) -> None:
+        self._queues[stream].append(lambda: region.fill_(math.nan))
 
-    def _record(self, lane: Lane) -> None:
-        if lane in self._queues:
-            number = self._count[lane]
-            self._queues[lane].append(lambda: self._done.__setitem__(lane, number))
+    def _record(self, stream: Stream) -> None:
+        if stream in self._queues:
+            number = self._count[stream]
+            self._queues[stream].append(lambda: self._done.__setitem__(stream, number))
 
-    def _wait(self, lane: Lane, event: Event) -> None:
-        if lane in self._queues:
-            self._queues[lane].append(lambda: self._host_wait(event))
+    def _wait(self, stream: Stream, event: Event) -> None:
+        if stream in self._queues:
+            self._queues[stream].append(lambda: self._host_wait(event))
         else:
             self._host_wait(event)
 
     def done(self, event: Event | None) -> bool:
-        return event is None or event.lane not in self._queues or self._done[event.lane] >= event.number
+        return event is None or event.stream not in self._queues or self._done[event.stream] >= event.number
 
     def _host_wait(self, event: Event) -> None:
         with self._lock:
-            while event.lane in self._queues and self._done[event.lane] < event.number:
-                self._queues[event.lane].popleft()()
+            while event.stream in self._queues and self._done[event.stream] < event.number:
+                self._queues[event.stream].popleft()()
 
 
 class Vacant(Delayed):
@@ -76,7 +76,7 @@ class Vacant(Delayed):
 class Access:
     """One read or write of a range of memory; ``what``: the line of code that did it."""
 
-    lane: Lane
+    stream: Stream
     time: int
     start: int
     stop: int
@@ -89,74 +89,74 @@ class RaceDetector(Transfer):
     """Copies at once, and checks the order that events alone would give; ``races`` has a line per unordered pair of
     accesses to the same bytes, whatever the timing of the run.
 
-    Each lane has a vector clock (Lamport, 1978): for each lane, how much of its work is known to be done. An event
-    stores the clock of its lane; a wait merges it into the clock of the waiting lane. An access races with an earlier
-    one if they are on different lanes, have bytes in common, one of them writes, and the clock of the later lane does
-    not say that the earlier access is done. Memory that was freed is forgotten: whoever frees memory that lanes may
+    Each stream has a vector clock (Lamport, 1978): for each stream, how much of its work is known to be done. An event
+    stores the clock of its stream; a wait merges it into that of the waiting stream. An access races with an earlier
+    one if they are on different streams, have bytes in common, one of them writes, and the clock of the later does not
+    say that the earlier access is done. Memory that was freed is forgotten: whoever frees memory that streams may
     still use says so before, by an access.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.races: list[str] = []
-        self._clocks: dict[Lane, Clock] = {lane: defaultdict(int) for lane in Lane}
+        self._clocks: dict[Stream, Clock] = {stream: defaultdict(int) for stream in Stream}
         self._history: list[Access] = []
         self._lock = threading.RLock()
 
-    def uses(self, lane: Lane, *, reads: Regions = (), writes: Regions = ()) -> None:
+    def uses(self, stream: Stream, *, reads: Regions = (), writes: Regions = ()) -> None:
         for regions, is_written in ((reads, False), (writes, True)):
             for region in regions:
-                self._access(lane, region, writes=is_written)
+                self._access(stream, region, writes=is_written)
 
-    def poison(self, lane: Lane, region: Tensor) -> None:
-        self.uses(lane, writes=[region])
-        super().poison(lane, region)
+    def poison(self, stream: Stream, region: Tensor) -> None:
+        self.uses(stream, writes=[region])
+        super().poison(stream, region)
 
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        self.uses(lane, reads=[source], writes=[target])
-        super().copy(lane, target, source)
+    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+        self.uses(stream, reads=[source], writes=[target])
+        super().copy(stream, target, source)
 
-    def _record(self, lane: Lane) -> Clock:
+    def _record(self, stream: Stream) -> Clock:
         with self._lock:
-            return dict(self._clocks[lane])
+            return dict(self._clocks[stream])
 
     def done(self, event: Event | None) -> bool:
         return True
 
-    def _wait(self, lane: Lane, event: Event) -> None:
+    def _wait(self, stream: Stream, event: Event) -> None:
         with self._lock:
-            known = self._clocks[lane]
+            known = self._clocks[stream]
             for other, time in event.handle.items():
                 known[other] = max(known[other], time)
 
     def _host_wait(self, event: Event) -> None:
-        self._wait(Lane.HOST, event)
+        self._wait(Stream.HOST, event)
 
-    def _access(self, lane: Lane, region: Tensor | None, *, writes: bool) -> None:
+    def _access(self, stream: Stream, region: Tensor | None, *, writes: bool) -> None:
         if region is None or region.numel() == 0:
             return
         with self._lock:
-            clock = self._clocks[lane]
-            clock[lane] += 1
+            clock = self._clocks[stream]
+            clock[stream] += 1
             start = region.data_ptr()
             memory = weakref.ref(region.untyped_storage())
-            now = Access(lane, clock[lane], start, start + region.nbytes, writes, _caller(), memory)
+            now = Access(stream, clock[stream], start, start + region.nbytes, writes, _caller(), memory)
             self._history = [old for old in self._history if old.memory() is not None]
             for before in self._history:
-                if _conflict(before, now) and clock[before.lane] < before.time:
-                    self.races.append(f"{before.what} on {before.lane.value}, then {now.what} on {lane.value}")
+                if _conflict(before, now) and clock[before.stream] < before.time:
+                    self.races.append(f"{before.what} on {before.stream.value}, then {now.what} on {stream.value}")
             self._history = [old for old in self._history if not _covered(old, now)]
             self._history.append(now)
 
 
 def _conflict(before: Access, now: Access) -> bool:
     overlap = before.start < now.stop and now.start < before.stop
-    return overlap and before.lane is not now.lane and (before.writes or now.writes)
+    return overlap and before.stream is not now.stream and (before.writes or now.writes)
 
 
 def _covered(old: Access, now: Access) -> bool:
-    """Whether what races with ``old`` later races with ``now``, too: same lane, its bytes, a write if it was one."""
-    same = old.lane is now.lane and (now.writes or not old.writes)
+    """Whether what races with ``old`` later races with ``now``, too: same stream, its bytes, a write if it was one."""
+    same = old.stream is now.stream and (now.writes or not old.writes)
     return same and now.start <= old.start and old.stop <= now.stop
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.facts import Facts, Home, Param, UnitKind
+from deepstow.strategies.core.facts import Facts, Param, Tier, UnitKind
 from deepstow.strategies.core.layout import Bucket, Layout, Site
 from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.core.optimizers import state_names
@@ -313,7 +313,7 @@ def least_of(facts: Facts, **known: Any) -> Plan:
     with pytest.raises(MemoryRefusal) as refused:
         planned(facts, gpu_memory="1KiB", **known)
     plan = planned(facts, gpu_memory=refused.value.needed, **known)
-    assert plan.place is not None and plan.place.addresses.num_bytes(Home.DEVICE) <= refused.value.needed
+    assert plan.place is not None and plan.place.addresses.num_bytes(Tier.DEVICE) <= refused.value.needed
     return plan
 
 
@@ -387,7 +387,7 @@ def plan_of(
     assert made.layout is not None
     buckets = made.layout.buckets
     if site == "mixed":
-        buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE, ranks)
+        buckets = _in_turn(buckets, Tier.HOST if park == "host" else Tier.DEVICE, ranks)
     moving = _moving(buckets, made.facts, weights)
     of_blocks = _moving(buckets, made.facts, "travelling") if passing else []
     taking = {buckets[index].name for index in of_blocks if rounds or weights_there or not buckets[index].mixed}
@@ -395,14 +395,14 @@ def plan_of(
     changes = (
         {
             "grad_split": b.grad_split and split,
-            "grad_direct": (b.site, b.grad_home) == (Site.HOST, Home.HOST) if direct else b.grad_direct,
+            "grad_direct": (b.site, b.grad_tier) == (Site.HOST, Tier.HOST) if direct else b.grad_direct,
             "on_disk": (bool(disk) and b.site is Site.NONE) or b.name in there,
             "copy_on_disk": weights_there and b.name in there,
             "resident_ticks": (),
             "rounds": rounds and b.group is not None,
             "grad_taken": b.name in taking
             and b.site is Site.HOST
-            and (accumulation == 1 or b.grad_home is Home.DEVICE),
+            and (accumulation == 1 or b.grad_tier is Tier.DEVICE),
         }
         for b in buckets
     )
@@ -429,15 +429,15 @@ def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:
     return [i for i, b in enumerate(buckets) if not blocks.intersection(b.units) and stay.isdisjoint(b.params)]
 
 
-def _placed(bucket: Bucket, site: Site, grad_home: Home) -> Bucket:
-    home = Home.DEVICE if site is Site.DEVICE else grad_home
-    split = bucket.grad_split and site is not Site.HOST and home is Home.DEVICE
-    return replace(bucket, site=site, grad_home=home, grad_split=split)
+def _placed(bucket: Bucket, site: Site, grad_tier: Tier) -> Bucket:
+    home = Tier.DEVICE if site is Site.DEVICE else grad_tier
+    split = bucket.grad_split and site is not Site.HOST and home is Tier.DEVICE
+    return replace(bucket, site=site, grad_tier=home, grad_split=split)
 
 
-def _in_turn(buckets: Iterable[Bucket], grad_home: Home, ranks: int) -> tuple[Bucket, ...]:
+def _in_turn(buckets: Iterable[Bucket], grad_tier: Tier, ranks: int) -> tuple[Bucket, ...]:
     """All three sites. Over ranks a slot is one bucket's until backward has left it, so wide buckets have none."""
     sites = (Site.HOST, Site.DEVICE, Site.STREAMED)
     turn = {b.name: sites[index % 3] for index, b in enumerate(b for b in buckets if b.group is not None)}
-    placed = (_placed(b, turn[b.name], grad_home) if b.name in turn else b for b in buckets)
-    return tuple(replace(b, grad_home=Home.DEVICE) if ranks > 1 and len(b.units) > 2 else b for b in placed)
+    placed = (_placed(b, turn[b.name], grad_tier) if b.name in turn else b for b in buckets)
+    return tuple(replace(b, grad_tier=Tier.DEVICE) if ranks > 1 and len(b.units) > 2 else b for b in placed)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deepstow.strategies.core.facts import Facts
-from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.engine import StowOptimizer, stow
 from deepstow.strategies.planner.step_cost import evictions_of, problem_of, traffic
 from deepstow.strategies.planner.tasks import build_tasks
@@ -104,8 +104,8 @@ def test_peak_on_the_device_is_what_the_plan_says(name: str, options: dict[str, 
     assert direct == (["embedding", "head"] if options == LEAST else [])
     optimizer, besides = train(model, plan)
     measured = optimizer.device_bytes + besides
-    assert optimizer.device_bytes + optimizer.host_bytes == sum(map(plan.addresses.num_bytes, Home))
-    assert 0.99 * measured <= plan.peak(Home.DEVICE) <= 1.02 * measured
+    assert optimizer.device_bytes + optimizer.host_bytes == sum(map(plan.addresses.num_bytes, Tier))
+    assert 0.99 * measured <= plan.peak(Tier.DEVICE) <= 1.02 * measured
     assert [line.split()[0] for line in optimizer.engine.arena.owners()] == ["device", "host"]
 
 

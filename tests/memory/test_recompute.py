@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts
 from deepstow.strategies.core.layout import PAGE_BYTES
-from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.forward.checkpointing import checkpointed, room_of
 from deepstow.trainer.machine.probe import probe
@@ -47,7 +47,7 @@ def facts_of(name: str, attention: str, dtype: torch.dtype) -> Facts:
 def plan_of(facts: Facts, policy: str) -> Plan:
     """``auto`` under a budget half way between everything and nothing."""
     if policy == "auto":
-        low, high = (decided(facts, name).peak(Home.DEVICE) for name in ("full", "none"))
+        low, high = (decided(facts, name).peak(Tier.DEVICE) for name in ("full", "none"))
         facts = replace(facts, machine=replace(facts.machine, device_bytes=(low + high) // 2))
     return decided(facts, policy)
 
@@ -75,7 +75,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
         sent = sum(keep.hosted_bytes for keep in keeps)
         assert sent <= max(end for end, _ in room._slots) <= plan.hosted_bytes()
         assert plan.hosted_bytes() - sent <= sum(2048 * len(keep.hosted) + PAGE_BYTES for keep in keeps if keep.hosted)
-        assert plan.peak(Home.HOST) == plan.facts.machine.runtime_host_bytes + plan.hosted_bytes()
+        assert plan.peak(Tier.HOST) == plan.facts.machine.runtime_host_bytes + plan.hosted_bytes()
         assert room._memory is not None and room._memory.nbytes == plan.hosted_bytes()
 
 

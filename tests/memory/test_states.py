@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.plan import Home, Kind
+from deepstow.strategies.core.plan import Kind, Tier
 from deepstow.strategies.engine.tensors.nested import tensors_in
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
@@ -67,7 +67,7 @@ def held(ranks: Ranks, config: RunConfig) -> dict[str, int]:
         found["else"] = claim(tensors_in(dict(vars(outer))), seen)
         for kind in Kind:
             found[f"plan: {kind.value}"] = run.plan.total(kind)
-        found["plan: reserved"] = sum(reserve.num_bytes for reserve in run.plan.reserves(Home.DEVICE))
+        found["plan: reserved"] = sum(reserve.num_bytes for reserve in run.plan.reserves(Tier.DEVICE))
         found["units"] = len(run.plan.facts.units)
         found["tensors"] = len(parameters)
         return found
@@ -150,7 +150,7 @@ def test_data_parallel_holds_gradients_twice() -> None:
     """Within 15 %: pages of the process are counted, and gloo has buffers of its own. Without buckets it is half."""
     num_params = 32 << 20
     plan = compose({}, facts(block("model.layers.0", num_params), world_size=RANKS))
-    (reserved,) = plan.reserves(Home.DEVICE)
+    (reserved,) = plan.reserves(Tier.DEVICE)
     predicted = reserved.num_bytes + plan.total(Kind.GRAD)
     assert abs(run_world(RANKS, ddp_holds, num_params) / predicted - 1) < 0.15
-    assert not compose({}, facts(block("model.layers.0", num_params))).reserves(Home.DEVICE)
+    assert not compose({}, facts(block("model.layers.0", num_params))).reserves(Tier.DEVICE)

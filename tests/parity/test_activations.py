@@ -14,7 +14,7 @@ from deepstow.strategies.core.layout import ALIGN_BYTES
 from deepstow.strategies.core.plan import INPUT
 from deepstow.strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, flat
 from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks, recompute, room_of
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.parity.test_recompute import POLICIES, decided, facts_of, made, micro_batches, plainly, steps, unequal
 
@@ -72,19 +72,24 @@ def keeps_of(plan: Any, policy: str | None) -> list[Any]:
 class Deaf(RaceDetector):
     """Forgets one kind of wait."""
 
-    def __init__(self, waiting: Lane, of: Lane) -> None:
+    def __init__(self, waiting: Stream, of: Stream) -> None:
         super().__init__()
         self._deaf = (waiting, of)
 
-    def wait(self, lane: Lane, *events: Event | None) -> None:
-        super().wait(lane, *(event for event in events if event is None or (lane, event.lane) != self._deaf))
+    def wait(self, stream: Stream, *events: Event | None) -> None:
+        super().wait(stream, *(event for event in events if event is None or (stream, event.stream) != self._deaf))
 
 
 @pytest.mark.parametrize(
     ("waiting", "of"),
-    [(Lane.COMPUTE, Lane.DOWN), (Lane.COMPUTE, Lane.UP), (Lane.DOWN, Lane.COMPUTE), (Lane.UP, Lane.COMPUTE)],
+    [
+        (Stream.COMPUTE, Stream.DOWN),
+        (Stream.COMPUTE, Stream.UP),
+        (Stream.DOWN, Stream.COMPUTE),
+        (Stream.UP, Stream.COMPUTE),
+    ],
 )
-def test_every_wait_is_needed(waiting: Lane, of: Lane) -> None:
+def test_every_wait_is_needed(waiting: Stream, of: Stream) -> None:
     model = made("llama", False, "sdpa", torch.float32)
     plan = decided(facts_of("llama", False, "sdpa", torch.float32), POLICIES[HOSTED[1]])
     moves = Deaf(waiting, of)
@@ -207,7 +212,7 @@ def test_loops(loop: Loop) -> None:
 
 
 def test_the_wait_of_slots_is_needed() -> None:
-    for moves, races in ((RaceDetector(), False), (Deaf(Lane.DOWN, Lane.UP), True)):
+    for moves, races in ((RaceDetector(), False), (Deaf(Stream.DOWN, Stream.UP), True)):
         model = Stack()
         hosting(model, transfer=moves)
         half(model)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepstow.strategies.core.facts import Facts, Home, Rates
+from deepstow.strategies.core.facts import Facts, Rates, Tier
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.engine import AdamW, stow
-from deepstow.strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.engine.transfer.transfer import Stream
 from deepstow.strategies.planner.problem import Problem
 from deepstow.strategies.planner.simulate import simulate
 from deepstow.strategies.planner.step_cost import evictions_of, problem_of
@@ -71,7 +71,7 @@ def driven(model: nn.Module, plan: Plan, problem: Problem, clock: Clocked) -> tu
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        ends.append(max(clock.now[Lane.COMPUTE], clock.now[Lane.UP]))
+        ends.append(max(clock.now[Stream.COMPUTE], clock.now[Stream.UP]))
     moved = clock.bytes_up - before
     optimizer.close()
     return ends[-1] - ends[-2], moved
@@ -87,7 +87,7 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
     assert probe.layout is not None
     block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
     rates = slow_link(block / factor)
-    most = probe.peak(Home.DEVICE) + spare_blocks * block
+    most = probe.peak(Tier.DEVICE) + spare_blocks * block
     plan = planned(facts, site="device", gpu_memory=most, prefetch=prefetch)
     assert plan.layout is not None and not all(b.resident for b in plan.layout.buckets)
     problem = problem_of(known(plan.facts, rates), plan.layout, rates)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES, Layout
 from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
@@ -174,17 +174,17 @@ def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
     given: Any = {"site": "host", "disk": str(tmp_path), "disk_memory": "64MiB", "host_memory": state // 3}
     plan = planned(facts, **given)
     assert plan.layout is not None and plan.place is not None
-    assert plan.place.addresses.num_bytes(Home.HOST) <= state // 3
+    assert plan.place.addresses.num_bytes(Tier.HOST) <= state // 3
     assert disk_bytes(plan.layout) > state // 2
     some = planned(facts, **given | {"host_memory": state})
     assert some.layout is not None and some.place is not None
     largest = max(bucket.state_bytes(2) for bucket in some.layout.buckets if bucket.on_disk)
-    assert state - some.place.addresses.num_bytes(Home.HOST) < 2 * largest, "more is there than has to be"
+    assert state - some.place.addresses.num_bytes(Tier.HOST) < 2 * largest, "more is there than has to be"
     assert disk_bytes(planned(facts, **given | {"host_memory": 2 * state}).layout) == 0
     with pytest.raises(MemoryRefusal) as refused:
         planned(facts, **given | {"host_memory": 10_000})
     enough = planned(facts, **given | {"host_memory": refused.value.needed})
-    assert enough.place is not None and enough.place.addresses.num_bytes(Home.HOST) <= refused.value.needed
+    assert enough.place is not None and enough.place.addresses.num_bytes(Tier.HOST) <= refused.value.needed
     with pytest.raises(MemoryRefusal):
         planned(facts, **given | {"disk_memory": "64KiB"})
     ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))

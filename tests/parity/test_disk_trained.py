@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.on_disk import disk_bytes, rewritten_bytes, weights_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
@@ -69,7 +69,7 @@ def test_the_planner_puts_there_what_the_host_has_no_room_for(tmp_path: Path, mo
     assert isinstance(plan.layout, Layout) and isinstance(roomy.layout, Layout) and plan.place is not None
     assert weights_on_disk(roomy.layout) == {} and disk_bytes(roomy.layout) > 0
     there = sum(map(rewritten_bytes, plan.layout.buckets))
-    hosted = plan.place.addresses.num_bytes(Home.HOST)
+    hosted = plan.place.addresses.num_bytes(Tier.HOST)
     assert hosted <= weights // 2 and weights // 3 < there <= disk_bytes(plan.layout)
     largest = max(bucket.weight_bytes for bucket in plan.layout.buckets if bucket.weight_on_disk)
     assert weights // 2 - hosted < 2 * largest

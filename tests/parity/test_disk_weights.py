@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.on_disk import disk_bytes, weights_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
@@ -126,10 +126,10 @@ def test_the_planner_puts_there_what_the_host_has_no_room_for(tmp_path: Path) ->
     }
     plan = planned(facts, **given, host_memory=weights // 2)
     assert plan.layout is not None and plan.place is not None
-    assert plan.place.addresses.num_bytes(Home.HOST) <= weights // 2
+    assert plan.place.addresses.num_bytes(Tier.HOST) <= weights // 2
     assert weights // 3 < disk_bytes(plan.layout)
     largest = max(bucket.weight_bytes for bucket in plan.layout.buckets if bucket.weight_on_disk)
-    assert weights // 2 - plan.place.addresses.num_bytes(Home.HOST) < 2 * largest, "more is there than has to be"
+    assert weights // 2 - plan.place.addresses.num_bytes(Tier.HOST) < 2 * largest, "more is there than has to be"
     for roomy in ({"gpu_memory": weights}, {"host_memory": weights}):
         found = planned(facts, **{**given, "host_memory": weights // 4, **roomy}).layout
         assert found is not None and disk_bytes(found) == 0
@@ -137,7 +137,7 @@ def test_the_planner_puts_there_what_the_host_has_no_room_for(tmp_path: Path) ->
         planned(facts, **given, host_memory=10_000)
     assert refused.value.needed < weights // 3
     enough = planned(facts, **given, host_memory=refused.value.needed)
-    assert enough.place is not None and enough.place.addresses.num_bytes(Home.HOST) <= refused.value.needed
+    assert enough.place is not None and enough.place.addresses.num_bytes(Tier.HOST) <= refused.value.needed
     with pytest.raises(MemoryRefusal):
         planned(facts, **given | {"disk_memory": "64KiB"}, host_memory=weights // 2)
     ids = torch.randint(0, 32, (1, 8), generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepstow.strategies.core.facts import Home, Param
+from deepstow.strategies.core.facts import Param, Tier
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Range, Site, ticks_of
 from deepstow.strategies.engine import stow
 from deepstow.strategies.engine.transfer.transfer import Transfer
@@ -116,9 +116,9 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...
         used = {step for unit in made.units for step in ticks_of(order)[unit]}
         here = used | draw(st.sets(st.integers(0, 2 * len(order) - 1)))
         stays = draw(st.sampled_from([(), *3 * [resident_ticks(here, 2 * len(order))]]))
-    grad_home = Home.DEVICE if site in (Site.NONE, Site.DEVICE) else draw(st.sampled_from(Home))
-    direct = (site, grad_home) == (Site.HOST, Home.HOST) and draw(st.booleans())
-    return replace(made, site=site, resident_ticks=stays, grad_home=grad_home, grad_direct=direct)
+    grad_tier = Tier.DEVICE if site in (Site.NONE, Site.DEVICE) else draw(st.sampled_from(Tier))
+    direct = (site, grad_tier) == (Site.HOST, Tier.HOST) and draw(st.booleans())
+    return replace(made, site=site, resident_ticks=stays, grad_tier=grad_tier, grad_direct=direct)
 
 
 def trainable(spec: Spec) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepstow.strategies.engine import AdamW, stow
-from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
 from deepstow.strategies.engine.updating.updates import Updates
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
@@ -218,10 +218,10 @@ class SlowReader(Transfer):
 
     slow = False
 
-    def _copy(self, lane: Lane, target: Any, source: Any) -> None:
-        if self.slow and lane is Lane.UP:
+    def _copy(self, stream: Stream, target: Any, source: Any) -> None:
+        if self.slow and stream is Stream.UP:
             time.sleep(0.1)
-        super()._copy(lane, target, source)
+        super()._copy(stream, target, source)
 
 
 def common_memory(ranks: Ranks, dtype: torch.dtype, weights: str) -> list[str]:

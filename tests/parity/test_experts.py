@@ -14,8 +14,8 @@ import torch.distributed as dist
 from deepstow.strategies import experts
 from deepstow.strategies.backends import deepspeed
 from deepstow.strategies.backends.expert_parts import ExpertParts
-from deepstow.strategies.core.plan import Home
 from deepstow.strategies.core.plan import Kind as Bytes
+from deepstow.strategies.core.plan import Tier
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
@@ -94,7 +94,7 @@ def _trained(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
 def state_of(trainer: Any) -> dict[str, Any]:
     """Elements of fp32 weights that this rank updates under ZeRO, and as planned."""
     flats = trainer.model_wrapped.optimizer.single_partition_of_fp32_groups if trainer.is_deepspeed_enabled else ()
-    held = trainer.plan.reserves(Home.DEVICE)
+    held = trainer.plan.reserves(Tier.DEVICE)
     of_experts = [each.num_bytes for each in held if each.owner == "zero: state of experts"]
     kinds = 2 if deepspeed.stage(trainer.plan) == 2 else 1  # gradients are divided, too; SGD has no moments
     planned = trainer.plan.total(Bytes.MASTER) + sum(of_experts) / kinds

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, aligned
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.engine import AdamW, stow
@@ -81,9 +81,9 @@ def test_the_link_and_the_arenas_have_a_byte_per_weight(dtype: torch.dtype, monk
     fp8s = [bucket for bucket in layout.buckets if bucket.in_fp8]
     weights = sum(bucket.num_elements for bucket in fp8s)
     assert sum(b.copy_bytes for b in fp8s) == weights + 2 * weights // fp8.BLOCK
-    assert addresses.num_bytes(Home.HOST) == sum(aligned(bucket.copy_bytes, Home.HOST) for bucket in fp8s)
+    assert addresses.num_bytes(Tier.HOST) == sum(aligned(bucket.copy_bytes, Tier.HOST) for bucket in fp8s)
     assert addresses.of("", Item.CODES).num_bytes == max(bucket.copy_bytes for bucket in fp8s)
-    reserved = {share.owner: share.num_bytes for share in plan.reserves(Home.DEVICE)}
+    reserved = {share.owner: share.num_bytes for share in plan.reserves(Tier.DEVICE)}
     assert reserved["device: weights in fp8"] >= addresses.of("", Item.CODES).num_bytes
     optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
     fetched, bring = list[int](), optimizer.engine.residency._bring_codes

@@ -119,9 +119,9 @@ def test_frozen_weights_take_nothing_but_their_place() -> None:
     downs: list[Tensor] = []
     transfer, copy = optimizer.engine.transfer, optimizer.engine.transfer.copy
 
-    def watched(lane: Any, target: Tensor, source: Tensor) -> None:
-        downs.extend([target] if lane.value == "down" else [])
-        copy(lane, target, source)
+    def watched(stream: Any, target: Tensor, source: Tensor) -> None:
+        downs.extend([target] if stream.value == "down" else [])
+        copy(stream, target, source)
 
     transfer.copy = watched
     train(model, optimizer, BATCHES[:2])

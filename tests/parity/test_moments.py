@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core import moments as core
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES, Item
 from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
@@ -170,15 +170,15 @@ def test_bytes_per_parameter() -> None:
         addresses = plan.place.addresses
         expanded, slots = addresses.spots.get(("", Item.EXPANDED)), slot_pools(plan.layout)
         fixed = expanded.num_bytes if expanded else 0
-        fixed += sum(pool.num_bytes for pool in slots if pool.home is Home.HOST)
+        fixed += sum(pool.num_bytes for pool in slots if pool.tier is Tier.HOST)
         blocks = [bucket for bucket in plan.layout.buckets if not bucket.resident]
         assert sum(sum(bucket.sizes) for bucket in blocks) > 0.9 * sum(p.numel() for p in model.parameters())
-        held = addresses.num_bytes(Home.HOST) - fixed
+        held = addresses.num_bytes(Tier.HOST) - fixed
         assert held == pytest.approx(each * sum(p.numel() for p in model.parameters()), rel=0.01), kind
         text = full_report.text(plan, None)
         said = f"not exact: moments in {kind}{', masters in bf16' if masters == 'bf16' else ''}, rounded"
         assert (said in text) is (kind != "fp32")
-        assert resident_after(plan, model) == pytest.approx(addresses.num_bytes(Home.HOST), rel=0.01), way
+        assert resident_after(plan, model) == pytest.approx(addresses.num_bytes(Tier.HOST), rel=0.01), way
         assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts
 from deepstow.strategies.core.layout import Site, ticks_of, uses
-from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.weight_schedule import ASSUMED
@@ -66,14 +66,14 @@ def test_every_budget_trains_the_same_bits(model: str, machine: str, loop: dict[
     make, batches = partial(build, model), tokens(model, STEPS * loop["accumulation"])
     script = partial(train, batches=batches, passes=(loop["accumulation"],))
     known = facts_of(make(), machine, loop)
-    most = planned(known, "1TiB", site="device").peak(Home.DEVICE)
+    most = planned(known, "1TiB", site="device").peak(Tier.DEVICE)
     sites, travelling, fitted, direct = set[Site](), 0, 0, 0
     for number, share in enumerate(SHARES):
         try:
             plan = planned(known, int(share * most))
         except Refusal:
             continue
-        assert plan.layout is not None and plan.peak(Home.DEVICE) <= int(share * most)
+        assert plan.layout is not None and plan.peak(Tier.DEVICE) <= int(share * most)
         sites |= {bucket.site for bucket in plan.layout.buckets}
         travelling += any(not bucket.resident for bucket in plan.layout.buckets)
         direct += any(bucket.grad_direct for bucket in plan.layout.buckets)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts
-from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
 from deepstow.trainer.config.sections import RunConfig
@@ -86,7 +86,7 @@ def decided(facts: Facts, options: Mapping[str, Any]) -> Plan:
     """The plan; ``auto`` gets a budget that asks for something between all and nothing."""
     if options["policy"] == "auto":
         facts = replace(facts, run=replace(facts.run, accumulation=2))  # gradients and saved tensors then add up
-        peaks = [compose({"recompute": find("recompute")(policy=name)}, facts).peak(Home.DEVICE) for name in ENDS]
+        peaks = [compose({"recompute": find("recompute")(policy=name)}, facts).peak(Tier.DEVICE) for name in ENDS]
         facts = replace(facts, machine=replace(facts.machine, device_bytes=sum(peaks) // 2))
     return compose({"recompute": find("recompute")(**options)}, facts)
 
@@ -172,7 +172,7 @@ def test_in_a_plain_loop() -> None:
     model = build("gpt2")
     given: dict[str, Any] = {"batch": batches[0], "machine": MACHINE, "max_grad_norm": None}
     given |= {"site": "host", "weights": "resident"}
-    least = plan_for(model, recompute={"policy": "full"}, **given).peak(Home.DEVICE)
+    least = plan_for(model, recompute={"policy": "full"}, **given).peak(Tier.DEVICE)
     plan = plan_for(model, gpu_memory=least + 10_000, recompute={"policy": "auto"}, **given)  # nothing else can leave
     assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}, "decided together"
     recompute(model, plan)

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deepstow.strategies.backends import autotp
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.grid import Grid
-from deepstow.strategies.core.plan import Home
 from deepstow.strategies.core.plan import Kind as Bytes
+from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.distributed.ranks import Ranks
@@ -127,7 +127,7 @@ def of_little_memory(run: Any) -> Any:
     """The plan with a device on which about a half of all has to be recomputed."""
     chosen, known = run.config.strategies, run.plan.facts
     ends = [{**chosen, "recompute": find("recompute")(policy=each)} for each in ("none", "full")]
-    half = sum(compose(each, known).peak(Home.DEVICE) for each in ends) / 2
+    half = sum(compose(each, known).peak(Tier.DEVICE) for each in ends) / 2
     return compose(chosen, replace(known, machine=replace(known.machine, device_bytes=int(half / 0.9))))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from random import Random
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Site
 from deepstow.strategies.planner.problem import Eviction, Gap, Link, Problem, Tick, Update, Weight, at_need, memory
 from deepstow.strategies.planner.simulate import reload_period
@@ -92,10 +92,10 @@ def _update(item: Weight, random: Random) -> Update | None:
     site = random.choice([Site.DEVICE, Site.HOST, Site.STREAMED, Site.NONE])
     if site is Site.NONE:
         return None
-    grad_home = Home.DEVICE if site is Site.DEVICE else random.choice(list(Home))
+    grad_tier = Tier.DEVICE if site is Site.DEVICE else random.choice(list(Tier))
     seconds = random.uniform(0.05, 1)
     return Update(
-        site=site, seconds=seconds, grad_bytes=item.num_bytes, state_bytes=6 * item.num_bytes, grad_home=grad_home
+        site=site, seconds=seconds, grad_bytes=item.num_bytes, state_bytes=6 * item.num_bytes, grad_tier=grad_tier
     )
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, Site
 from deepstow.strategies.planner.addresses import place, size_classes, slot_pools
 from tests.helpers.layouts import bucket, layout
@@ -14,7 +14,7 @@ from tests.helpers.layouts import bucket, layout
 def test_slots_for_blocks_are_not_as_large_as_the_head() -> None:
     """Three slots for eight blocks and a norm, and two larger ones for embedding and head."""
     sizes = {"embedding": 8192, **{f"layers.{i}": 1024 for i in range(8)}, "norm": 128, "head": 8192}
-    passing = (bucket(n, n, size, site=Site.HOST, grad_home=Home.HOST) for n, size in sizes.items())
+    passing = (bucket(n, n, size, site=Site.HOST, grad_tier=Tier.HOST) for n, size in sizes.items())
     made = layout(*passing, grad_slots=3)
     blocks = [f"layers.{i}" for i in range(8)]
     pools = [(pool.slot_bytes, pool.num_slots, [need.bucket for need in pool.members]) for pool in slot_pools(made)]
@@ -50,4 +50,4 @@ def test_classes_need_the_fewest_bytes_and_one_more_costs_at_most_itself(
 
 def test_scratch_comes_last() -> None:
     addresses = place(layout(bucket("a", "layers.0", 1000, dtype="bfloat16")))
-    assert addresses.of("", Item.SCRATCH).end == addresses.num_bytes(Home.DEVICE)
+    assert addresses.of("", Item.SCRATCH).end == addresses.num_bytes(Tier.DEVICE)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES
 from deepstow.strategies.engine.forward.activations import HostRoom, arena_of_saved
 from deepstow.strategies.engine.memory import accelerator
@@ -69,7 +69,7 @@ def hosted() -> Arena:
 
 def test_no_stretch_lies_in_two_registrations(driver: Driver) -> None:
     arena = hosted()
-    spots = [spot for spot in arena.addresses.spots.values() if spot.home is Home.HOST]
+    spots = [spot for spot in arena.addresses.spots.values() if spot.tier is Tier.HOST]
     arena.pin()
     start = arena._host.memory.data_ptr()
     assert len(driver.ranges) > 2 and sum(size > PIECE for size in driver.ranges.values()) <= 2
@@ -77,7 +77,7 @@ def test_no_stretch_lies_in_two_registrations(driver: Driver) -> None:
         inside = [p for p, size in driver.ranges.items() if p <= start + spot.offset and start + spot.end <= p + size]
         assert len(inside) == 1, spot
     assert any(
-        spot.offset < border < spot.end for spot in spots for border in range(PIECE, arena.num_bytes(Home.HOST), PIECE)
+        spot.offset < border < spot.end for spot in spots for border in range(PIECE, arena.num_bytes(Tier.HOST), PIECE)
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import MachineFacts, UnitTimes
-from deepstow.strategies.core.plan import Home
+from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.hybrid.chunks import Passes, Table, divisors, seconds
 from tests.helpers.fakes import facts
@@ -87,6 +87,6 @@ def test_auto_is_by_the_rates(link: float | None, timed: bool, said: str) -> Non
         blocks = UnitTimes((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), "", {each: (2 * t, 4 * t) for each, t in times.items()})
         known = replace(known, unit_times=blocks)
     plan = compose({"tensor": find("tensor")(degree=2, chunks="auto"), "zero": find("zero")(stage=1)}, known)
-    (rows,) = (one for one in plan.reserves(Home.DEVICE) if one.owner == "tensor: rows under way")
+    (rows,) = (one for one in plan.reserves(Tier.DEVICE) if one.owner == "tensor: rows under way")
     assert said in rows.reason, rows.reason
     assert ("rates are unknown" in rows.reason) == (link is None)

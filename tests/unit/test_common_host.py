@@ -15,7 +15,7 @@ from torch import nn
 from deepstow.strategies.engine.memory.arena import OutOfMemoryError
 from deepstow.strategies.engine.memory.common_host import CommonHost
 from deepstow.strategies.engine.ranks.shares import Shares
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from tests.helpers import layouts
 
 CPU = torch.device("cpu")
@@ -86,14 +86,14 @@ def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytes
     monkeypatch.setattr(Shares, "_share", lambda self, tensors, device: None)
     common: Any = Shares(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]
     bucket: Any = SimpleNamespace(index=0, replaced=7, sources=[torch.ones(1)])
-    common.written(bucket, transfer.record(Lane.DOWN))
+    common.written(bucket, transfer.record(Stream.DOWN))
     counts = common._common_host._counts(common._common_host._own)
     assert int(counts[0]) == 0
     transfer.passed.set()
     common.close()  # after the thread has done its work
     assert int(counts[0]) == 7
     common.stop_reading()
-    assert met == [2] and transfer.waited[1].lane is Lane.UP
+    assert met == [2] and transfer.waited[1].stream is Stream.UP
 
 
 def test_too_little_memory_is_said_as_for_any_arena() -> None:

@@ -12,7 +12,7 @@ from deepstow.strategies.backends.codec_int8 import BLOCK, decoded, encoded
 from deepstow.strategies.collectives import Collectives
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts, Precision
-from deepstow.strategies.core.plan import Home
+from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.compressed import kept_bytes, reserves, sent_bytes, words
 from deepstow.strategies.report import plan_table
@@ -69,7 +69,7 @@ def test_the_plan_says_whether_coding_takes_longer_than_it_saves() -> None:
 @pytest.mark.parametrize(("method", "bytes_each"), [("bf16", 0), ("topk", 4), ("int8", 5)])
 def test_what_is_owed_is_planned(method: str, bytes_each: int) -> None:
     plan = compose({"collectives": chosen(method)}, known(method, 4))
-    (owed,) = (each for each in plan.reserves(Home.DEVICE) if each.owner == "collectives: owed gradients")
+    (owed,) = (each for each in plan.reserves(Tier.DEVICE) if each.owner == "collectives: owed gradients")
     assert owed.num_bytes == bytes_each * COUNT and not owed.in_passes
 
 
@@ -78,7 +78,7 @@ def test_in_the_memory_engine_what_is_owed_rests_on_the_host() -> None:
     about = known("topk", 4, momentum=0.5)
     stowed = replace(about, run=replace(about.run, stowed=True, precision=Precision.BF16))
     (owed,) = (each for each in reserves(stowed) if each.owner == "collectives: owed gradients")
-    assert (owed.home, owed.num_bytes, kept_bytes(stowed)) == (Home.HOST, 8 * COUNT, 8 * COUNT)
+    assert (owed.tier, owed.num_bytes, kept_bytes(stowed)) == (Tier.HOST, 8 * COUNT, 8 * COUNT)
     assert sent_bytes(stowed) == (1.5 * 2 * COUNT, 3 * 8 * 0.01 * COUNT)
     assert sent_bytes(stowed, spans=True) == (0.75 * 2 * COUNT, 3 * 8 * 0.01 * COUNT)
     assert "60 MB" in words(stowed) and "instead of 30 MB" in words(stowed, spans=True)
@@ -89,14 +89,14 @@ def test_local_steps_are_planned() -> None:
     about = known("none", 4, local_steps=50)
     assert "on average 2.4 MB per step instead of 120 MB" in said(about)
     plan = compose({"collectives": Collectives(local_steps=50)}, about)
-    (outer,) = (each for each in plan.reserves(Home.HOST) if each.owner == "collectives: outer state")
+    (outer,) = (each for each in plan.reserves(Tier.HOST) if each.owner == "collectives: outer state")
     assert outer.num_bytes == 8 * COUNT
-    assert not [each for each in plan.reserves(Home.DEVICE) if each.owner == "data parallel: buckets"]
+    assert not [each for each in plan.reserves(Tier.DEVICE) if each.owner == "data parallel: buckets"]
     stowed = replace(about, run=replace(about.run, stowed=True), machine=replace(about.machine, name="cpu"))
     plan = compose({"collectives": Collectives(local_steps=50)}, stowed)
-    assert 8 * COUNT in [each.num_bytes for each in plan.reserves(Home.HOST)], "of the memory engine's host"
+    assert 8 * COUNT in [each.num_bytes for each in plan.reserves(Tier.HOST)], "of the memory engine's host"
     on_cpu = compose({"collectives": chosen("none")}, replace(about, machine=replace(about.machine, name="cpu")))
-    assert 8 * COUNT in [each.num_bytes for each in on_cpu.reserves(Home.DEVICE)]
+    assert 8 * COUNT in [each.num_bytes for each in on_cpu.reserves(Tier.DEVICE)]
     assert kept_bytes(about) == (4 + 4 + 8) * COUNT  # momentum, a rank's own weights and moments, in its checkpoints
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, InChunks, Temporaries
 from deepstow.strategies.core.peak import Saved, backward_peak, forward_peak
-from deepstow.strategies.core.plan import CHUNKS, NONE, Home, Plan
+from deepstow.strategies.core.plan import CHUNKS, NONE, Plan, Tier
 from deepstow.strategies.core.registry import find
 from tests.helpers.fakes import block, embedding, head
 from tests.helpers.fakes import facts as facts_with
@@ -32,7 +32,7 @@ def test_large_logits_are_taken_by_chunks() -> None:
     assert plan.saved_peak() == 1000 + 2000 + 3000 + 2000 + 500
     native = plan_of(facts(), chunked=False)
     assert native.saved_peak() == 1000 + 2000 + 3000 + 4000 + 12_000
-    assert native.peak(Home.DEVICE) - plan.peak(Home.DEVICE) == 2000 + 12_000 - 600  # what has landed is in it
+    assert native.peak(Tier.DEVICE) - plan.peak(Tier.DEVICE) == 2000 + 12_000 - 600  # what has landed is in it
 
 
 def test_small_logits_are_not_unless_told() -> None:

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from deepstow.strategies.core.compose import in_order, refusals, requirements_of
-from deepstow.strategies.core.facts import Facts, Home, Param, Unit, UnitKind
+from deepstow.strategies.core.facts import Facts, Param, Tier, Unit, UnitKind
 from deepstow.strategies.core.grid import Cell, Grid
 from deepstow.strategies.core.plan import Kind, Plan, Reserve
 from deepstow.strategies.core.protocol import Refusal, Requirement, Strategy
@@ -83,7 +83,7 @@ def test_the_facts_of_a_stage() -> None:
     assert [unit.name for unit in first.units] == ["embedding", "layers.0", "layers.1"]
     assert first.run.in_flight == 2, "1f1b: two micro-batches are under way in stage 0"
     assert last.run.in_flight == 1
-    peaks = [Plan.baseline(replace(first, run=replace(first.run, in_flight=many))).peak(Home.DEVICE) for many in (1, 2)]
+    peaks = [Plan.baseline(replace(first, run=replace(first.run, in_flight=many))).peak(Tier.DEVICE) for many in (1, 2)]
     assert peaks[1] - peaks[0] == 3 * 100, "three units wait for their backward a second time"
     assert last.units[-1].num_params == 1 + 7, "the head has a copy of the tied table"
     assert pipeline(schedule="gpipe").narrowed(known(8), 1).run.in_flight == 8

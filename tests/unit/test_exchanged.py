@@ -10,7 +10,7 @@ from deepstow.strategies.backends.codec_rows import BLOCK, Codec
 from deepstow.strategies.backends.exchanged import among_zeros, chosen, of_tokens
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import MachineFacts
-from deepstow.strategies.core.plan import Home
+from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.report import plan_table
 from deepstow.strategies.tensor import Tensor as Strategy
 from deepstow.trainer.run.resume_rules import compare
@@ -87,7 +87,7 @@ def said(net: float, **exchange: Any) -> str:
         micro_batch=2, sequence=500,
     )  # fmt: skip
     plan = compose({"tensor": Strategy.model_validate({"degree": 2, "exchange": exchange})}, known)
-    assert any(one.owner == "tensor: exchanged rows" for one in plan.reserves(Home.DEVICE)) or "bits" not in exchange
+    assert any(one.owner == "tensor: exchanged rows" for one in plan.reserves(Tier.DEVICE)) or "bits" not in exchange
     return next((line for line in plan_table.summary(plan) if "lossy" in line), "")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepstow.strategies.core.facts import Home, UnitKind
+from deepstow.strategies.core.facts import Tier, UnitKind
 from deepstow.strategies.core.plan import Kind
 from deepstow.strategies.planner.expert_slices import layer_seconds
 from deepstow.trainer.distributed.ranks import Ranks
@@ -83,7 +83,7 @@ def test_one_ranks_part() -> None:
     a_layer = 2 * whole.run.largest_param  # whole, while it is drawn
     assert part.run.largest_param == whole.run.largest_param
     assert part.loaded_bytes == 4 * (part.num_params + a_layer)
-    held = {each.owner: each for each in plans[1].reserves(Home.DEVICE)}
+    held = {each.owner: each for each in plans[1].reserves(Tier.DEVICE)}
     buckets, rows = held["data parallel: buckets"], held["experts: exchanged rows"]
     assert buckets.num_bytes == plans[1].total(Kind.GRAD) - 2 * experts // 2 * 4
     assert rows.num_bytes == 2 * 8 * 16 * 2 * 32 * 4, "sequences x tokens x experts of each x width, there and back"

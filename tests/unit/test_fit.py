@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deepstow.launch.plan import main
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.planner.site_search import SiteSearch
 from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
@@ -59,7 +59,7 @@ def test_what_does_not_fit_as_it_is_fits_otherwise(tight: list[FitRow]) -> None:
     assert by_name["full + recompute + offload", 1].fits and by_name["LoRA + recompute + offload", 1].fits
     assert {row.ranks for row in tight} == {1, 2, 4, 8}
     lora, qlora = by_name["LoRA", 1], by_name["QLoRA", 1]
-    saved = [row.needed[Home.DEVICE] for row in (lora, qlora)]
+    saved = [row.needed[Tier.DEVICE] for row in (lora, qlora)]
     linears = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # two bytes a weight become half a byte, and scales
     assert 1.2 * linears < saved[0] - saved[1] < 1.5 * linears
     assert lines(tight)[0].startswith("full fine-tuning fits: full + ")
@@ -81,7 +81,7 @@ def test_a_row_is_the_plan_of_the_config_that_its_lines_write(tight: list[FitRow
         config = load(path)
         brief = {name: each.briefly() for name, each in config.strategies.items()}
         plan = plan_of(config.model_copy(update={"strategies": brief}), HERE, card(5 << 20))
-        assert row.needed == {home: plan.peak(home) for home in Home}, row.training
+        assert row.needed == {home: plan.peak(home) for home in Tier}, row.training
 
 
 def test_what_the_machine_has_is_kept() -> None:
@@ -153,7 +153,7 @@ def test_the_table_takes_no_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_is_what_lies_beyond_nine_tenths(tight: list[FitRow]) -> None:
     (plain,) = (row for row in tight if row.training == "full" and row.ranks == 1)
-    assert plain.missing == {Home.DEVICE: plain.needed[Home.DEVICE] - int(0.9 * (5 << 20))}
+    assert plain.missing == {Tier.DEVICE: plain.needed[Tier.DEVICE] - int(0.9 * (5 << 20))}
 
 
 def test_on_a_large_card_nothing_is_added_that_does_nothing() -> None:
@@ -173,7 +173,7 @@ def test_a_refusal_for_memory_is_a_row_with_its_numbers() -> None:
     config = config_of(None, [*OVERRIDES, *SMALL, *ROW], accelerated=True)
     with pytest.raises(TooLargeError) as refused:
         plan_of(config, HERE, machine)
-    home = Home(refused.value.home)
+    home = Tier(refused.value.tier)
     assert row.needed == {home: refused.value.needed}
     assert row.missing == {home: refused.value.needed - refused.value.budget}
 
@@ -192,7 +192,7 @@ def test_a_config_in_stages_is_compared_with_whole_copies() -> None:
     more = ["strategies.pipeline={stages: 2}", "training.gradient_accumulation_steps=2"]
     config = config_of(None, [*OVERRIDES, *SMALL, *more], accelerated=True)
     given, *others = Fit(config, Ranks(world_size=2, local_world_size=2), card(1 << 36)).rows(as_given=True)
-    assert given.given and given.needed[Home.DEVICE] < others[0].needed[Home.DEVICE]
+    assert given.given and given.needed[Tier.DEVICE] < others[0].needed[Tier.DEVICE]
     assert others and not any(row.refused for row in others)
 
 
@@ -271,11 +271,11 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 
 def test_every_answer_has_its_words() -> None:
-    short = FitRow(missing={Home.HOST: 3 << 30}, needed={Home.HOST: 5 << 30}, write=("a: {}", "b: {}"))
+    short = FitRow(missing={Tier.HOST: 3 << 30}, needed={Tier.HOST: 5 << 30}, write=("a: {}", "b: {}"))
     other = FitRow(strategies=("zero",), ranks=4, refused="why not", write=("a: {}",))
     said = lines([short, other])
     assert said[0] == "full fine-tuning does not fit on 1 rank; nearest is full, host lacks 3.0 GiB"
     assert said[-1] == "in every row: a: {}"
     assert any("no: refused" in line and line.endswith("(why not)") for line in said)
-    fine = FitRow(strategies=("zero",), ranks=4, needed={Home.DEVICE: 1, Home.HOST: 1})
+    fine = FitRow(strategies=("zero",), ranks=4, needed={Tier.DEVICE: 1, Tier.HOST: 1})
     assert lines([short, fine])[0].endswith("; on 4 ranks full + zero fits")

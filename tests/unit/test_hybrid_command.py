@@ -11,7 +11,7 @@ import yaml
 
 from deepstow.launch.plan import main, parse
 from deepstow.strategies.core.facts import Facts
-from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid import keys
 from deepstow.strategies.planner.hybrid.account import Account
@@ -91,10 +91,10 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
     tree = keys.written(degrees, COUNTED.tree())
     tree["strategies"]["offload"] = {"site": "host", **given}
     plans = plans_of(build(tree), RANKS, CARD)
-    assert found.device == pytest.approx(max(plan.peak(Home.DEVICE) for plan in plans), rel=0.15)
+    assert found.device == pytest.approx(max(plan.peak(Tier.DEVICE) for plan in plans), rel=0.15)
     if not staged:
         own, runtime = parts()[Size(2)].machine.runtime_host_bytes, plans[0].facts.machine.runtime_host_bytes
-        assert found.host - own == pytest.approx(plans[0].peak(Home.HOST) - runtime, rel=0.05)
+        assert found.host - own == pytest.approx(plans[0].peak(Tier.HOST) - runtime, rel=0.05)
 
 
 def test_offload_brings_a_loss_by_chunks_but_not_to_tensor_ranks() -> None:
@@ -157,7 +157,7 @@ def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
     assert first[:5] == ["1", "x", "1", "x", "8"], "this small model wants data parallelism alone"
     plan = first_as_written(path, said.out)
     assert plan.facts.run.micro_batch * plan.facts.run.accumulation * 8 == 48
-    assert human(plan.peak(Home.DEVICE)) in said.out.splitlines()[5]
+    assert human(plan.peak(Tier.DEVICE)) in said.out.splitlines()[5]
 
 
 def test_lossy_exchanges_between_machines(
@@ -177,7 +177,7 @@ def test_lossy_exchanges_between_machines(
         len(re.findall(r"lossy: each rank sends .*; a step [\d.]+ s, [\d.]+ times as fast as the fastest", said)) == 4
     )
     plan = first_as_written(path, said, Ranks(world_size=4, local_world_size=1))
-    assert human(plan.peak(Home.DEVICE)) in first
+    assert human(plan.peak(Tier.DEVICE)) in first
 
 
 def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,8 +212,8 @@ def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int, sha
     plans = plans_of(build(tree), replace(RANKS, world_size=degrees.ranks), CARD)
     for stage, (part, plan) in enumerate(zip(cuts, plans, strict=True)):
         found = account.of_stage(degrees, stage, part)
-        assert -SCALARS <= found.device - plan.peak(Home.DEVICE) <= SCALARS, (stage, policy)
-        assert found.host == plan.peak(Home.HOST)
+        assert -SCALARS <= found.device - plan.peak(Tier.DEVICE) <= SCALARS, (stage, policy)
+        assert found.host == plan.peak(Tier.HOST)
 
 
 MIXTURE = {**WIDE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -235,7 +235,7 @@ def test_the_account_of_a_part_of_rows_or_experts_is_its_plan(model: dict[str, A
     degrees = Degrees(**options)
     found = Account(Shares(config, RANKS, CARD, lambda line: None).of(degrees)).of(degrees)
     plan = plan_of(build(keys.written(degrees, config.tree())), RANKS, CARD)
-    assert (found.device, found.host) == (plan.peak(Home.DEVICE), plan.peak(Home.HOST))
+    assert (found.device, found.host) == (plan.peak(Tier.DEVICE), plan.peak(Tier.HOST))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_what_fits_in_no_other_way(
     said = capsys.readouterr().out
     rows = said.split("----\n")[1].split("\n\n")[0].splitlines()
     assert rows and all(f", {degree} " in row for row in rows)
-    assert human(first_as_written(path, said).peak(Home.DEVICE)) in rows[0]
+    assert human(first_as_written(path, said).peak(Tier.DEVICE)) in rows[0]
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

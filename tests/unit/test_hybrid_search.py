@@ -20,7 +20,7 @@ from deepstow.strategies.core.facts import (
     UnitKind,
     Work,
 )
-from deepstow.strategies.core.plan import Home, Kind
+from deepstow.strategies.core.plan import Kind, Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.hybrid import keys
 from deepstow.strategies.planner.hybrid.account import Account, Bytes, state_bytes
@@ -94,7 +94,7 @@ def test_with_one_stage_and_tensor_rank_the_account_is_the_plan(precision: Preci
         strategies = {name: find(name).model_validate(options) for name, options in chosen.items()}
         plan = compose(strategies, replace(whole, run=run))
         found = account.of(Degrees(data=ranks, zero=stage, recompute=policy, micro_batches=micro_batches))
-        assert found == Bytes(plan.peak(Home.DEVICE), plan.peak(Home.HOST)), (stage, policy, run)
+        assert found == Bytes(plan.peak(Tier.DEVICE), plan.peak(Tier.HOST)), (stage, policy, run)
 
 
 def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
@@ -147,7 +147,7 @@ def test_a_lossy_exchange_takes_the_bytes_of_its_plan(accelerated: bool) -> None
         chosen = {name: find(name).model_validate(each) for name, each in keys.strategies_of(degrees).items()}
         run = replace(whole.run, accumulation=micro_batches)
         plan = compose(chosen, chosen["collectives"].narrowed(replace(whole, run=run), 0))
-        assert account.of(degrees) == Bytes(plan.peak(Home.DEVICE), plan.peak(Home.HOST)), (how, policy)
+        assert account.of(degrees) == Bytes(plan.peak(Tier.DEVICE), plan.peak(Tier.HOST)), (how, policy)
 
 
 def test_what_a_lossy_exchange_takes() -> None:

@@ -7,10 +7,10 @@ from deepstow.benchmarks import mutants, size
 from deepstow.benchmarks.plan_record import compared
 
 SOURCE = b"""
-class Lanes:
+class Streams:
     def fetch(self, bucket):
-        self.transfer.wait(Lane.UP, bucket.used, *others)
-        bucket.arrived = self.transfer.record(Lane.UP)
+        self.transfer.wait(Stream.UP, bucket.used, *others)
+        bucket.arrived = self.transfer.record(Stream.UP)
         self.settle(bucket)
         self.settled(bucket)
         left = bucket.future.result()
@@ -23,20 +23,20 @@ def test_each_wait_event_and_settle_becomes_a_mutant(tmp_path: Path) -> None:
     """An event becomes None and its variables stay bound; a value that somebody takes is no mutant."""
     mutants.REPO, before = tmp_path, mutants.REPO
     try:
-        file = tmp_path / mutants.ENGINE / "lanes.py"
+        file = tmp_path / mutants.ENGINE / "streams.py"
         file.parent.mkdir(parents=True)
         file.write_bytes(SOURCE)
         found = mutants.mutants()
     finally:
         mutants.REPO = before
     assert [one.name.split(": ", 2)[2] for one in found] == [
-        "UP does not wait for bucket.used", "UP does not wait for *others", "no event self.transfer.record(Lane.UP)",
+        "UP does not wait for bucket.used", "UP does not wait for *others", "no event self.transfer.record(Stream.UP)",
         "without self.settle(bucket)", "without bucket.future.result()", "host does not wait for bucket.stored",
     ]  # fmt: skip
     texts = [one.text(SOURCE).decode() for one in found]
     assert all(ast.parse(text) for text in texts) and len(set(texts)) == len(texts)
-    assert "wait(Lane.UP, (None if True else bucket.used), *others)" in texts[0]
-    assert "wait(Lane.UP, bucket.used, (None if True else others))" in texts[1]
+    assert "wait(Stream.UP, (None if True else bucket.used), *others)" in texts[0]
+    assert "wait(Stream.UP, bucket.used, (None if True else others))" in texts[1]
     assert "*(__import__('builtins').reached(7), others)[1])" in found[1].text(SOURCE, reached=7).decode()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from deepstow.benchmarks.placements import best_known, instance
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.facts import Facts, Home, Precision, Rates
+from deepstow.strategies.core.facts import Facts, Precision, Rates, Tier
 from deepstow.strategies.core.layout import Item, aligned, needs
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Refusal
@@ -53,13 +53,13 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
     for placement in placements.ladder():
         for shared in (placement, placements.streamed(placement)):
             sizes, made = placements.sizes(shared), placements.layout(shared)
-            assert sizes.device == place(made).num_bytes(Home.DEVICE)
-            assert sizes.host == place(made).num_bytes(Home.HOST)
+            assert sizes.device == place(made).num_bytes(Tier.DEVICE)
+            assert sizes.host == place(made).num_bytes(Tier.HOST)
             assert sizes.weights >= sizes.largest_unit >= 0 and sizes.rest >= 0
             copies = {weight.index: weight.copy_bytes for weight in placements.movable(shared)}
             away = only_while_used(made, copies)
             rounded = sum(pool.num_bytes for pool in slot_pools(away) if pool.item is Item.COPY)
-            assert sizes.host + sum(copies.values()) + rounded == place(away).num_bytes(Home.HOST)
+            assert sizes.host + sum(copies.values()) + rounded == place(away).num_bytes(Tier.HOST)
 
 
 @settings(max_examples=25, deadline=None)
@@ -76,7 +76,7 @@ def test_the_least_bytes_are_those_of_each_bucket_at_its_smallest_place(known: F
             made = places.layout(placement)
             for layout in (made, only_while_used(made, [index])) if index in leave else (made,):
                 held = [need for need in needs(layout.buckets[index], layout) if not need.passes]
-                found.append(sum(aligned(need.num_bytes, need.home) for need in held))
+                found.append(sum(aligned(need.num_bytes, need.tier) for need in held))
         return min(found)
 
     assert places.least_bytes == sum(map(least, range(len(places.buckets))))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepstow.strategies.core.facts import Facts, Home, Param
+from deepstow.strategies.core.facts import Facts, Param, Tier
 from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     SCRATCH_ELEMENTS,
@@ -26,21 +26,21 @@ from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transf
 N = 1024  # elements of the bucket below
 
 
-def sizes(dtype: str, site: Site, travels: bool, grad_home: Home, accumulation: int = 1) -> dict[str, str]:
-    """Home and bytes per element by item; counts left out."""
+def sizes(dtype: str, site: Site, travels: bool, grad_tier: Tier, accumulation: int = 1) -> dict[str, str]:
+    """Tier and bytes per element by item; counts left out."""
     stays = ((0, 1),) if travels else ()
     group = None if site is Site.NONE else 0
-    made = bucket("b", "layers.0", N, dtype=dtype, site=site, resident_ticks=stays, grad_home=grad_home, group=group)
+    made = bucket("b", "layers.0", N, dtype=dtype, site=site, resident_ticks=stays, grad_tier=grad_tier, group=group)
     found = list(needs(made, layout(made, accumulation=accumulation)))
     assert len({need.item for need in found}) == len(found)
     return {
-        need.item.name: f"{need.home.value} {'passing ' if need.passes else ''}{need.num_bytes // N}"
+        need.item.name: f"{need.tier.value} {'passing ' if need.passes else ''}{need.num_bytes // N}"
         for need in found
         if need.item is not Item.STEPS
     }
 
 
-DEVICE, HOST = Home.DEVICE, Home.HOST
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 
 def test_bytes_per_element() -> None:
@@ -58,12 +58,12 @@ def test_bytes_per_element() -> None:
     check("bfloat16", Site.STREAMED, True, DEVICE, **visits, **both)
 
 
-@pytest.mark.parametrize(("site", "grad_home"), [(Site.HOST, DEVICE), (Site.STREAMED, HOST)])
-def test_a_gradient_that_waits_on_the_host_takes_the_place_of_the_copy(site: Site, grad_home: Home) -> None:
+@pytest.mark.parametrize(("site", "grad_tier"), [(Site.HOST, DEVICE), (Site.STREAMED, HOST)])
+def test_a_gradient_that_waits_on_the_host_takes_the_place_of_the_copy(site: Site, grad_tier: Tier) -> None:
     """In mixed precision with one micro-batch, of a weight that travels: 14 bytes per element and not 16."""
 
     def on_host(dtype: str, travels: bool, accumulation: int) -> dict[str, int]:
-        found = sizes(dtype, site, travels, grad_home, accumulation)
+        found = sizes(dtype, site, travels, grad_tier, accumulation)
         stays = {item: size.split() for item, size in found.items() if "passing" not in size}
         return {item: int(size) for item, (home, size) in stays.items() if home == "host"}
 
@@ -77,10 +77,10 @@ def test_a_gradient_that_waits_on_the_host_takes_the_place_of_the_copy(site: Sit
 def test_without_copies_the_host_has_masters_only(site: Site) -> None:
     """12 bytes per element, or 14 if micro-batches are added there; all else is as it was."""
 
-    def on_host(accumulation: int, grad_home: Home, **changes: Any) -> dict[str, tuple[bool, int]]:
-        case = {"dtype": "bfloat16", "site": site, "resident_ticks": ((0, 1),), "grad_home": grad_home} | changes
+    def on_host(accumulation: int, grad_tier: Tier, **changes: Any) -> dict[str, tuple[bool, int]]:
+        case = {"dtype": "bfloat16", "site": site, "resident_ticks": ((0, 1),), "grad_tier": grad_tier} | changes
         found = needs(bucket("b", "layers.0", N, **case), layout(accumulation=accumulation, keeps_copies=False))
-        return {n.item.name: (n.passes, n.num_bytes // N) for n in found if n.home is HOST and n.item is not Item.STEPS}
+        return {n.item.name: (n.passes, n.num_bytes // N) for n in found if n.tier is HOST and n.item is not Item.STEPS}
 
     state = {"MASTER": (False, 4), "MOMENTS": (False, 8)}
     waits = {"PARKED": (False, 2)} if site is Site.HOST else {}
@@ -97,7 +97,7 @@ def test_without_copies_the_host_has_masters_only(site: Site) -> None:
 def test_counts_stand_where_the_update_is() -> None:
     for site, home in ((Site.DEVICE, DEVICE), (Site.STREAMED, DEVICE), (Site.HOST, HOST)):
         made = bucket("b", "layers.0", 10, 10, 10, site=site)
-        assert [(n.home, n.num_bytes) for n in needs(made, layout(made)) if n.item is Item.STEPS] == [(home, 512)]
+        assert [(n.tier, n.num_bytes) for n in needs(made, layout(made)) if n.item is Item.STEPS] == [(home, 512)]
 
 
 def test_scratch_is_for_mixed_precision_on_the_device() -> None:

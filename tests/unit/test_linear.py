@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.facts import Facts, Home
+from deepstow.strategies.core.facts import Facts, Tier
 from deepstow.strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timing
 from deepstow.strategies.core.plan import Impl
 from deepstow.strategies.core.protocol import BITWISE
@@ -110,7 +110,7 @@ def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
     layers = (layer(), layer(unit="layers.1", name="layers.1.mlp.up"), layer(unit="head", name="lm_head"))
     plan = plan_of({"transpose": "minimal"}, known(*layers, accumulation=2))
     assert gemm_routes.chosen(plan) == dict.fromkeys(("layers.0.mlp.up", "layers.1.mlp.up", "lm_head"), FORWARD)
-    assert [reserve.num_bytes for reserve in plan.reserves(Home.DEVICE)] == [3 * WEIGHT]
+    assert [reserve.num_bytes for reserve in plan.reserves(Tier.DEVICE)] == [3 * WEIGHT]
     assert list(gemm_routes.lines(plan)) == [
         "linear layers: 3 take other routes than torch's, 0 stay as they are",
         "  4 -> 6, 10 tokens, float32, x3: forward copy, dgrad native, wgrad native",
@@ -141,7 +141,7 @@ def test_measured_gains_are_shown() -> None:
 def test_nothing_to_do_is_said(options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
     plan = plan_of(options, known(**changes))
     assert reason in plan.idle["linear"]
-    assert gemm_routes.chosen(plan) == {} and list(gemm_routes.lines(plan)) == [] and not plan.reserves(Home.DEVICE)
+    assert gemm_routes.chosen(plan) == {} and list(gemm_routes.lines(plan)) == [] and not plan.reserves(Tier.DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_adaptive_keeps_no_copies_where_weights_travel_and_leaves_shapes_not_rea
     layers = (layer(), layer(name="layers.0.mlp.down", rows=20))
     plan = plan_of({}, known(*layers, timings=timings, no_copies=no_copies))
     assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": expected}
-    assert bool(plan.reserves(Home.DEVICE)) is not bool(no_copies)
+    assert bool(plan.reserves(Tier.DEVICE)) is not bool(no_copies)
 
 
 def test_parity_is_declared_by_mode() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core.facts import Home, Precision, RunFacts
+from deepstow.strategies.core.facts import Precision, RunFacts, Tier
 from deepstow.strategies.core.layout import Item, Site, needs
 from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.offload import Offload
@@ -156,7 +156,7 @@ def test_bytes_of_a_bucket() -> None:
     assert made.num_elements == 1024 + 256
     found = {
         kind: {
-            need.item: need.num_bytes for need in needs(made, layout(made, moments_as=kind)) if need.home is Home.HOST
+            need.item: need.num_bytes for need in needs(made, layout(made, moments_as=kind)) if need.tier is Tier.HOST
         }
         for kind in get_args(MomentsAs)
     }

@@ -13,7 +13,7 @@ from torch import nn
 
 from deepstow.strategies.core.common_host import common_bytes
 from deepstow.strategies.core.compose import compose, in_order
-from deepstow.strategies.core.facts import Facts, Home, MachineFacts, Precision, Rates, UnitKind
+from deepstow.strategies.core.facts import Facts, MachineFacts, Precision, Rates, Tier, UnitKind
 from deepstow.strategies.core.layout import Site
 from deepstow.strategies.core.plan import Kind, Plan
 from deepstow.strategies.core.protocol import BITWISE, Refusal
@@ -44,9 +44,9 @@ def plan_of(known: Facts, *, debug: bool = False, stage: int = 0, **options: Any
     return compose({"offload": offload(**options), "buffers": buffers, **zero}, known)
 
 
-def in_table(plan: Plan, home: Home) -> int:
-    """The table's bytes at one home, without what forward saves."""
-    return sum(row.num_bytes for row in rows(plan) if row.home is home and row.tensors != "saved for backward")
+def in_table(plan: Plan, tier: Tier) -> int:
+    """The table's bytes at one tier, without what forward saves."""
+    return sum(row.num_bytes for row in rows(plan) if row.tier is tier and row.tensors != "saved for backward")
 
 
 # The plan
@@ -64,10 +64,10 @@ def test_the_table_adds_up_to_the_arenas_and_plan_json_has_all_of_it(known: Fact
     plan = plan_of(known, stage=3, bucket_size=f"{size}B" if size else "auto", **given)
     assert plan.addresses is not None and plan.layout is not None
     saved = sum(unit.saved_bytes for unit in known.units)
-    assert in_table(plan, Home.DEVICE) == plan.addresses.num_bytes(Home.DEVICE)
-    assert in_table(plan, Home.HOST) == plan.addresses.num_bytes(Home.HOST)
-    assert plan.peak(Home.DEVICE) == plan.addresses.num_bytes(Home.DEVICE) + saved
-    assert plan.peak(Home.HOST) == plan.addresses.num_bytes(Home.HOST) + known.machine.runtime_host_bytes
+    assert in_table(plan, Tier.DEVICE) == plan.addresses.num_bytes(Tier.DEVICE)
+    assert in_table(plan, Tier.HOST) == plan.addresses.num_bytes(Tier.HOST)
+    assert plan.peak(Tier.DEVICE) == plan.addresses.num_bytes(Tier.DEVICE) + saved
+    assert plan.peak(Tier.HOST) == plan.addresses.num_bytes(Tier.HOST) + known.machine.runtime_host_bytes
     assert validate(plan.layout, plan.addresses, known.params) == []
     written = json.dumps(full_report.to_json(plan, None))
     assert plan_json.problems(written) == []
@@ -79,12 +79,12 @@ def test_mixed_precision_on_the_host_by_hand() -> None:
     known = transformer(dtype="bfloat16", groups=False, precision=Precision.BF16)
     plan = plan_of(known, site="host")
     params = known.num_params
-    assert [plan.total(kind, Home.DEVICE) // params for kind in Kind] == [2, 0, 0, 0]
-    assert plan.states(Home.HOST) == (2 + 4 + 8) * params
+    assert [plan.total(kind, Tier.DEVICE) // params for kind in Kind] == [2, 0, 0, 0]
+    assert plan.states(Tier.HOST) == (2 + 4 + 8) * params
     travelling = plan_of(known, site="host", weights="streamed")
     blocks = sum(unit.num_params for unit in known.units[1:-1])
-    assert travelling.total(Kind.PARAM, Home.HOST) == 2 * blocks
-    reserves = {reserve.owner: reserve.num_bytes for reserve in travelling.reserves(Home.DEVICE)}
+    assert travelling.total(Kind.PARAM, Tier.HOST) == 2 * blocks
+    reserves = {reserve.owner: reserve.num_bytes for reserve in travelling.reserves(Tier.DEVICE)}
     block_of_one = travelling.layout.buckets[1].weight_bytes  # type: ignore[union-attr]  # there is one
     assert reserves["device: slots for weights"] == 3 * block_of_one
 
@@ -92,9 +92,9 @@ def test_mixed_precision_on_the_host_by_hand() -> None:
 def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
     plan = plan_of(transformer(blocks=4), site="host", weights="streamed")
     parameters = [row for row in rows(plan) if row.unit == "layers.0" and row.tensors == "parameters"]
-    assert [(row.home, row.num_bytes) for row in parameters] == [(Home.HOST, 4 * 12 * 64 * 64), (Home.DEVICE, 4 * 64)]
+    assert [(row.tier, row.num_bytes) for row in parameters] == [(Tier.HOST, 4 * 12 * 64 * 64), (Tier.DEVICE, 4 * 64)]
     assert [row.reason for row in parameters] == ["fetched for use", "always present"]
-    assert plan.share("layers.0", Kind.PARAM).home is Home.HOST
+    assert plan.share("layers.0", Kind.PARAM).tier is Tier.HOST
 
 
 def test_offload_brings_its_buffers() -> None:
@@ -124,7 +124,7 @@ def test_zero_beside_offload_shares_its_buckets() -> None:
     assert third.engine() == {} and third.layout is not None and whole.layout is not None
     assert {bucket.ways for bucket in third.layout.buckets} == {2}
     assert third.total(Kind.MOMENT) == -(-whole.total(Kind.MOMENT) // 2)
-    assert third.peak(Home.HOST) < 0.7 * whole.peak(Home.HOST)
+    assert third.peak(Tier.HOST) < 0.7 * whole.peak(Tier.HOST)
     first = shared(1, site="host").layout
     assert first is not None and all(bucket.resident and bucket.ways == 2 for bucket in first.buckets)
     gradients = [shared(stage, site="device", weights="resident").total(Kind.GRAD) for stage in (1, 2, 3)]
@@ -225,7 +225,7 @@ def test_a_fast_reduction_needs_no_memory_to_receive_gradients() -> None:
     exact, fast = (plan_of(known, stage=3, site="host", reduction=each) for each in ("exact", "fast"))
     assert exact.layout is not None and fast.layout is not None
     largest = max(bucket.weight_bytes for bucket in exact.layout.buckets)
-    assert exact.peak(Home.DEVICE) - fast.peak(Home.DEVICE) == largest
+    assert exact.peak(Tier.DEVICE) - fast.peak(Tier.DEVICE) == largest
     assert replace(fast.layout, reduction="exact") == exact.layout
     size = human(largest)
     said = f"gradients of 4 ranks are added: exact, in the order of ranks; {size} of the device receive them"
@@ -294,8 +294,8 @@ def test_what_a_refusal_says_to_write_is_enough_for_all_ranks(local_steps: int) 
         planned("1KiB")
     enough = str(caught.value).split("write ")[1].split(" or more")[0]
     plan = planned(enough)
-    assert bool(local_steps) == any(each.owner == "collectives: outer state" for each in plan.reserves(Home.HOST))
-    assert 0 <= parse_bytes(enough) // 4 - plan.peak(Home.HOST) < MIB
+    assert bool(local_steps) == any(each.owner == "collectives: outer state" for each in plan.reserves(Tier.HOST))
+    assert 0 <= parse_bytes(enough) // 4 - plan.peak(Tier.HOST) < MIB
 
 
 def test_both_homes_are_shown_on_a_machine_where_they_are_one_memory() -> None:
@@ -343,7 +343,7 @@ def test_any_model_is_planned_and_left_as_it_is(model: Any, batch: Any, units: l
     assert [unit.name for unit in plan.facts.units] == units
     assert plan.layout is not None and plan.addresses is not None
     assert sum(b.num_elements for b in plan.layout.buckets) >= sum(p.numel() for p in model.parameters())
-    assert plan.peak(Home.DEVICE) > plan.addresses.num_bytes(Home.DEVICE)
+    assert plan.peak(Tier.DEVICE) > plan.addresses.num_bytes(Tier.DEVICE)
     assert [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()] == before
     assert all(p.grad is None for p in model.parameters())
     assert not any(module.training for module in model.modules())
@@ -382,6 +382,6 @@ def test_over_ranks_micro_batches_are_summed_on_the_device() -> None:
     several = transformer(world_size=2, accumulation=3)
     layout = plan_of(several, site="host").layout
     assert layout is not None
-    assert {bucket.grad_home for bucket in layout.buckets} == {Home.DEVICE}
+    assert {bucket.grad_tier for bucket in layout.buckets} == {Tier.DEVICE}
     with pytest.raises(Refusal, match=r"strategies\.offload\.gradients"):
         plan_of(several, site="host", gradients="host")

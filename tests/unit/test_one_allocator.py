@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item
 from deepstow.strategies.engine import stow
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
@@ -132,7 +132,7 @@ def test_training_maps_and_pins_nothing_after_the_start(offload: bool, monkeypat
     recompute(model, plan)
     optimizer: Any = stow(model, plan, device="cpu") if offload else torch.optim.AdamW(model.parameters())
     room: Any = room_of(model)
-    planned = plan.addresses.num_bytes(Home.HOST) if offload else plan.hosted_bytes()
+    planned = plan.addresses.num_bytes(Tier.HOST) if offload else plan.hosted_bytes()
     for _ in range(3):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()

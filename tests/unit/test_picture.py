@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from deepstow.launch.plan import main
-from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.planner.simulate import TraceEvent
 from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.planner.tasks import Resource
@@ -57,7 +57,7 @@ def test_the_line_is_at_the_budget(tmp_path: Path) -> None:
     """Not at the size of the device. Twice the budget halves the curve below the line."""
     plan = planned(known(FAST), site="host")
     assert plan.addresses is not None
-    peak = plan.peak(Home.DEVICE)
+    peak = plan.peak(Tier.DEVICE)
     tops = []
     for factor in (2, 3):
         draw(plan, plan_cost(plan), path := tmp_path / f"{factor}.png", model="m", budget=factor * peak)
@@ -90,7 +90,7 @@ def test_the_axis_has_round_times_up_to_the_end(seconds: float) -> None:
 
 def test_the_bars_add_up_to_the_peak_where_there_is_no_step(tmp_path: Path) -> None:
     plan = Plan.baseline(known(FAST, world_size=8))
-    for home in Home:
+    for home in Tier:
         assert sum(size for _, size in parts(plan, home)) == plan.peak(home)
     draw(plan, None, tmp_path / "x.png", model="m")
     colours = {colour for _, colour in Image.open(tmp_path / "x.png").getcolors(1 << 20)}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepstow.strategies.core.facts import Facts, Home, Param, Rates
+from deepstow.strategies.core.facts import Facts, Param, Rates, Tier
 from deepstow.strategies.core.layout import Item, Layout, Site, aligned
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.core.sizes import parse_bytes
@@ -24,7 +24,7 @@ from tests.helpers.fakes import GPU
 from tests.helpers.layouts import facts_of, random_facts, transformer
 
 PLENTY = 1 << 50
-DEVICE, HOST = Home.DEVICE, Home.HOST
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 
 def request(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any) -> OffloadRequest:
@@ -42,7 +42,7 @@ def chosen(known: Facts, device_bytes: int = PLENTY, saved: int = 0, **changes: 
 
 
 def device_bytes(made: Layout) -> int:
-    return place(made).num_bytes(Home.DEVICE)
+    return place(made).num_bytes(Tier.DEVICE)
 
 
 def every_budget(known: Facts, **changes: Any) -> list[Layout]:
@@ -65,7 +65,7 @@ def matrices(*units: str) -> list[Param]:
 
 def test_what_fits_is_not_moved() -> None:
     made = chosen(transformer())
-    assert {(b.site, b.resident, b.grad_home) for b in made.buckets} == {(Site.DEVICE, True, DEVICE)}
+    assert {(b.site, b.resident, b.grad_tier) for b in made.buckets} == {(Site.DEVICE, True, DEVICE)}
     exact = device_bytes(made)
     assert chosen(transformer(), exact) == made
     assert chosen(transformer(), exact + 7, saved=7) == made
@@ -81,14 +81,14 @@ def test_first_the_last_states_then_gradients_then_weights() -> None:
     stages = []
     for made in every_budget(transformer(groups=False, blocks=6, accumulation=2)):
         sites = [b.site for b in made.buckets]
-        grad_home = [b.grad_home for b in made.buckets]
-        stages.append((sites.count(Site.HOST), grad_home.count(HOST), len(travels(made))))
+        grad_tier = [b.grad_tier for b in made.buckets]
+        stages.append((sites.count(Site.HOST), grad_tier.count(HOST), len(travels(made))))
         assert sites == sorted(sites, key=[Site.DEVICE, Site.HOST].index)
-        assert grad_home == sorted(grad_home, key=[DEVICE, HOST].index)
-        if HOST in grad_home:
+        assert grad_tier == sorted(grad_tier, key=[DEVICE, HOST].index)
+        if HOST in grad_tier:
             assert Site.DEVICE not in sites
         if travels(made):
-            assert DEVICE not in grad_home
+            assert DEVICE not in grad_tier
     assert stages[0] == (0, 0, 0)
     assert stages[-1] == (14, 14, 14)  # at the least in twice as many buckets
     assert (8, 8, 8) in stages
@@ -98,7 +98,7 @@ def test_first_the_last_states_then_gradients_then_weights() -> None:
 
 def test_a_single_micro_batch_is_sent_down_at_once() -> None:
     for made in every_budget(transformer(groups=False)):
-        assert all((b.site is Site.HOST) is (b.grad_home is HOST) for b in made.buckets)
+        assert all((b.site is Site.HOST) is (b.grad_tier is HOST) for b in made.buckets)
 
 
 def there(made: Layout) -> list[int]:
@@ -167,7 +167,7 @@ def test_a_parameter_that_is_in_use_beside_other_units_stays() -> None:
     # Over ranks its gradient would hold a slot until all have exchanged it, which is at the end of backward.
     for ranks, home in ((1, HOST), (2, DEVICE)):
         made = chosen(replace(known, run=replace(known.run, world_size=ranks)), site="host", gradients="host")
-        assert [bucket.grad_home for bucket in made.buckets] == [home, HOST, HOST, HOST, HOST, HOST]
+        assert [bucket.grad_tier for bucket in made.buckets] == [home, HOST, HOST, HOST, HOST, HOST]
 
 
 def test_what_stands_between_two_stacks_of_blocks_stays() -> None:
@@ -201,8 +201,8 @@ def test_forced_options_hold_for_every_bucket(site: Any, weights: Any, gradients
     made = chosen(known, site=site, weights=weights, gradients=gradients)
     assert {b.site for b in made.buckets} == {Site(site)}
     assert {b.resident for b in made.buckets[1:-1]} == {weights == "resident"}
-    grad_home = HOST if gradients == "host" and site != "device" else DEVICE
-    assert {b.grad_home for b in made.buckets} == {grad_home}
+    grad_tier = HOST if gradients == "host" and site != "device" else DEVICE
+    assert {b.grad_tier for b in made.buckets} == {grad_tier}
     assert validate(made, place(made), known.params) == []
 
 
@@ -219,9 +219,9 @@ def test_travelling_weights_alone_take_their_state_with_them() -> None:
 def test_state_that_visits_parks_its_gradients_when_it_must() -> None:
     known = transformer(groups=False)
     roomy = chosen(known, site="streamed", weights="resident")
-    assert {b.grad_home for b in roomy.buckets} == {DEVICE}
+    assert {b.grad_tier for b in roomy.buckets} == {DEVICE}
     tight = chosen(known, device_bytes(roomy) - 1, site="streamed", weights="resident")
-    assert HOST in {b.grad_home for b in tight.buckets}
+    assert HOST in {b.grad_tier for b in tight.buckets}
 
 
 # Refusals
@@ -279,14 +279,14 @@ def test_what_would_be_enough_is_searched_once_and_when_asked(
 ) -> None:
     searched: list[object] = []
 
-    def counted(families: Any, home: Home, *args: Any, **options: Any) -> Any:
-        searched.extend([home] if home is DEVICE else [])
-        return least_memory(families, home, *args, **options)
+    def counted(families: Any, tier: Tier, *args: Any, **options: Any) -> Any:
+        searched.extend([tier] if tier is DEVICE else [])
+        return least_memory(families, tier, *args, **options)
 
     monkeypatch.setattr(placement_search, "least_memory", counted)
     with pytest.raises(MemoryRefusal) as caught:
         choose(transformer(groups=False), request(*budgets, site="host"), 1000)
-    assert caught.value.home is HOST or not searched
+    assert caught.value.tier is HOST or not searched
     assert caught.value.needed > caught.value.budget
     assert str(caught.value) == str(caught.value)
     assert len(searched) == 1
@@ -390,7 +390,7 @@ def test_what_is_chosen_is_valid_and_within_the_budget(
         made, budget = choose(known, request(least, **asked), saved), least
     addresses = place(made)
     assert validate(made, addresses, known.params) == []
-    assert addresses.num_bytes(Home.DEVICE) + saved <= budget
+    assert addresses.num_bytes(Tier.DEVICE) + saved <= budget
     for b in made.buckets:
         assert b.site is not Site.DEVICE or b.resident or (asked["site"], asked["weights"]) == ("device", "streamed")
     assert made == choose(known, request(budget, **asked), saved)

@@ -13,13 +13,13 @@ from deepstow.strategies.core.plan import (
     Conflict,
     Decision,
     EngineSet,
-    Home,
     Impl,
     Keep,
     Kind,
     Plan,
     Reserve,
     Share,
+    Tier,
     When,
 )
 from deepstow.strategies.core.protocol import Idle, Phase, Requirement
@@ -29,12 +29,12 @@ from deepstow.strategies.report.plan_table import table
 from tests.helpers.fakes import block, embedding, facts, fake, head
 
 
-def share(unit: str, kind: Kind, ways: int = 2, reason: str = "test", home: Home = Home.DEVICE) -> Share:
-    return Share(unit=unit, reason=reason, kind=kind, ways=ways, element_bytes=4, home=home)
+def share(unit: str, kind: Kind, ways: int = 2, reason: str = "test", tier: Tier = Tier.DEVICE) -> Share:
+    return Share(unit=unit, reason=reason, kind=kind, ways=ways, element_bytes=4, tier=tier)
 
 
-def reserve(owner: str, num_bytes: int, home: Home = Home.DEVICE, when: When = When.ALWAYS) -> Reserve:
-    return Reserve(unit=RUN, reason="", owner=owner, num_bytes=num_bytes, home=home, when=when)
+def reserve(owner: str, num_bytes: int, tier: Tier = Tier.DEVICE, when: When = When.ALWAYS) -> Reserve:
+    return Reserve(unit=RUN, reason="", owner=owner, num_bytes=num_bytes, tier=tier, when=when)
 
 
 def engine_set(key: str, value: int | str, reason: str = "test") -> EngineSet:
@@ -102,14 +102,14 @@ def test_the_order_in_the_config_is_irrelevant() -> None:
         "keep": fake(Phase.KEEP, [Keep(unit="layers.0", reason="r", policy="full", saved_bytes=7)]),
         # See what the others decided: bytes after sharding, and what the first by name has reserved.
         "one": fake(Phase.BUFFER, lambda _, plan: [reserve("one", plan.total(Kind.MOMENT))]),
-        "two": fake(Phase.BUFFER, lambda _, plan: [reserve("two", len(plan.reserves(Home.DEVICE)))]),
+        "two": fake(Phase.BUFFER, lambda _, plan: [reserve("two", len(plan.reserves(Tier.DEVICE)))]),
     }
     plans = [compose(dict(order), facts(world_size=2)) for order in itertools.permutations(several.items())]
     assert len({table(plan) for plan in plans}) == 1
     assert len({json.dumps(full_report.to_json(plan, None)) for plan in plans}) == 1
     assert full_report.to_json(plans[0], None)["totals"]["device"]["gradients"] == plans[0].total(Kind.GRAD) > 0
-    *_, one, two = plans[0].reserves(Home.DEVICE)
-    assert (one.num_bytes, two.num_bytes) == (400, len(plans[0].reserves(Home.DEVICE)) - 1)
+    *_, one, two = plans[0].reserves(Tier.DEVICE)
+    assert (one.num_bytes, two.num_bytes) == (400, len(plans[0].reserves(Tier.DEVICE)) - 1)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -159,10 +159,10 @@ def test_peak_without_and_with_accumulation() -> None:
     params, moments = 4 * (10 + 20 + 30 + 40), 8 * (10 + 20 + 30 + 40)
     # When backward stands at the head, all that forward saved is alive, and the head's gradient.
     saved, head_grad = 1000 + 2000 + 3000 + 4000, 4 * 40
-    assert plan.peak(Home.DEVICE) == params + moments + saved + head_grad
-    assert plan.states(Home.DEVICE) == params + moments + 4 * 100
-    assert plan.peak(Home.HOST) == 0
-    assert Plan.baseline(facts(accumulation=3)).peak(Home.DEVICE) == params + moments + saved + 4 * 100
+    assert plan.peak(Tier.DEVICE) == params + moments + saved + head_grad
+    assert plan.states(Tier.DEVICE) == params + moments + 4 * 100
+    assert plan.peak(Tier.HOST) == 0
+    assert Plan.baseline(facts(accumulation=3)).peak(Tier.DEVICE) == params + moments + saved + 4 * 100
 
 
 def test_peak_in_the_middle_of_backward() -> None:
@@ -170,7 +170,7 @@ def test_peak_in_the_middle_of_backward() -> None:
     params, moments = 4 * 1003, 8 * 1003
     saved, grads = 1 + 5000, 4 * (1 + 1000 + 1)  # at layers.0: its own gradient and those behind it
     # One unit earlier: one byte more is saved, one parameter's gradient is not there yet.
-    assert plan.peak(Home.DEVICE) == params + moments + saved + grads
+    assert plan.peak(Tier.DEVICE) == params + moments + saved + grads
 
 
 def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
@@ -178,7 +178,7 @@ def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
     backward, grads = 10_000 + 4 * 40, 4 * 100
 
     def peak(*reserves: Reserve) -> int:
-        return Plan.baseline(facts()).amend(reserves, by="a").peak(Home.DEVICE)
+        return Plan.baseline(facts()).amend(reserves, by="a").peak(Tier.DEVICE)
 
     always, small = reserve("always", 50), reserve("small", 60, when=When.STEP)
     large = reserve("large", 20_000, when=When.STEP)
@@ -190,16 +190,16 @@ def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
 def test_what_rests_on_the_host_counts_there() -> None:
     machine = MachineFacts("gpu", 1 << 30, 1 << 30, runtime_host_bytes=7)
     plan = Plan.baseline(facts(machine=machine, accumulation=2))
-    moved: list[Decision] = [reserve("pinned", 11, Home.HOST)]
+    moved: list[Decision] = [reserve("pinned", 11, Tier.HOST)]
     for name, kind in itertools.product(("layers.0", "head"), (Kind.MOMENT, Kind.GRAD)):
-        moved.append(replace(plan.share(name, kind), home=Home.HOST))
+        moved.append(replace(plan.share(name, kind), tier=Tier.HOST))
     plan = plan.amend(moved, by="a")
     moments_there, grads_there = 8 * (20 + 40), 4 * (20 + 40)
     moments_here, grads_here = 8 * (10 + 30), 4 * (10 + 30)
     runtime, pinned, params, saved = 7, 11, 4 * 100, 10_000
-    assert plan.peak(Home.HOST) == runtime + pinned + moments_there + grads_there
-    assert plan.peak(Home.DEVICE) == params + moments_here + grads_here + saved
-    assert plan.states(Home.HOST) == moments_there + grads_there
+    assert plan.peak(Tier.HOST) == runtime + pinned + moments_there + grads_there
+    assert plan.peak(Tier.DEVICE) == params + moments_here + grads_here + saved
+    assert plan.states(Tier.HOST) == moments_there + grads_there
 
 
 # What it says

@@ -12,7 +12,7 @@ from transformers import TrainerControl, TrainerState
 
 from deepstow.strategies.core.facts import UnitTimes
 from deepstow.strategies.core.layout import PAGE_BYTES
-from deepstow.strategies.core.plan import RUN, Home, Plan, Stow
+from deepstow.strategies.core.plan import RUN, Plan, Stow, Tier
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.machine.block_timing import median_of
 from deepstow.trainer.run import plan_check
@@ -106,7 +106,7 @@ def test_memory_of_other_ranks_that_a_process_maps_counts_as_its_own(tmp_path: P
     check = check_of(tmp_path)
     alone = {each.owner: each.predicted for each in check.compared()}["process, peak"]
     if accelerator.kind() is None:  # the process holds both homes
-        assert alone == check._plan.peak(Home.HOST) + check._plan.peak(Home.DEVICE)
+        assert alone == check._plan.peak(Tier.HOST) + check._plan.peak(Tier.DEVICE)
     bucket = layouts.bucket("b", "layers.0", 1024, ways=4, resident_ticks=((0, 1), (1, 2)))
     shared = replace(layouts.layout(bucket), common_host=True)
     check._plan = check._plan.amend([Stow(unit=RUN, reason="", layout=shared)], by="offload")

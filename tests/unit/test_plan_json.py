@@ -44,7 +44,10 @@ CORRUPT: list[tuple[Callable[[Content], object], str]] = [
     (lambda content: first(content, "ticks", "fetch").clear(), "ticks: do not follow"),
     (lambda content: content["spots"].append(content["spots"][0]), "spots: two are of one bucket and item"),
     (lambda content: content["keeps"][0].update(hosted=["x"], hosted_bytes=4096), "saved tensors: has no address"),
-    (lambda content: content.update(schema_version=1), "schema_version = 1: this reads 4"),
+    (
+        lambda content: content.update(schema_version=4),
+        "schema_version = 4: this release reads 5; write the plan anew",
+    ),
     (lambda content: content["facts"]["params"][0].update(unit="x"), "is used by a unit that is not there"),
     (lambda content: content.pop("arenas"), "arenas: Field required"),
     (lambda content: content["layout"]["buckets"][0].update(site="moon"), "layout.buckets.0.site: Input should be "),
@@ -81,7 +84,7 @@ def test_what_happens_when() -> None:
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert schema["properties"]["schema_version"]["const"] == 4 and "Bucket" in schema["$defs"]
+    assert schema["properties"]["schema_version"]["const"] == 5 and "Bucket" in schema["$defs"]
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(content := written(moving())))
     assert main(["--check", str(file)]) == 0

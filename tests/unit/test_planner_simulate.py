@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Site
 from deepstow.strategies.planner.problem import (
     Eviction,
@@ -138,7 +138,7 @@ def test_copies_in_both_directions_slow_each_other() -> None:
     """Weight 1 (5 bytes, from 6 on) and gradient 0 (4 bytes, from 6 on), each at half the rate while both move."""
     problem = two_blocks(link=Link(0.0, 1.0, 1.0, 0.5))
     items = (
-        replace(problem.weights[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_home=Home.HOST)),
+        replace(problem.weights[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_tier=Tier.HOST)),
         problem.weights[1],
     )
     plan = [Eviction(problem.gaps[1], 4)]
@@ -228,7 +228,7 @@ def test_compute_waits_for_the_place_of_the_gradient_that_it_has_made() -> None:
     """7 bytes take 2.8 s. With one slot, what follows BP 0 waits until gradient 1 is down, and BP 0 takes 2. Without
     one it waits after BP 1 and BP 0, and not after a gradient that has memory of its own.
     """
-    update = {"grad_bytes": 7, "seconds": 0.0, "grad_home": Home.HOST}
+    update = {"grad_bytes": 7, "seconds": 0.0, "grad_tier": Tier.HOST}
     problem = replace(with_update(two_blocks(link=Link(0, 1e9, 2.5)), **update), accumulation=2)
     direct = with_update(problem, **update, grad_direct=True)
     mixed = replace(problem, weights=(problem.weights[0], direct.weights[1]))
@@ -242,17 +242,17 @@ def test_compute_waits_for_the_place_of_the_gradient_that_it_has_made() -> None:
 
 def test_a_gradient_goes_down_when_the_update_before_has_left_its_slot_on_the_host() -> None:
     """Each takes 1 s to go down, and its update 5 s."""
-    problem = with_update(two_blocks(link=Link(0, 1e9, 1.0)), grad_bytes=1, seconds=5.0, grad_home=Home.HOST)
+    problem = with_update(two_blocks(link=Link(0, 1e9, 1.0)), grad_bytes=1, seconds=5.0, grad_tier=Tier.HOST)
     problem = replace(problem, in_backward=True)
     for parked_slot, begins in ((None, 0.0), (0, 4.0)):  # after BP 0, which begins when gradient 1 goes down, takes 2
-        asked = with_update(problem, grad_bytes=1, seconds=5.0, grad_home=Home.HOST, parked_slot=parked_slot)
+        asked = with_update(problem, grad_bytes=1, seconds=5.0, grad_tier=Tier.HOST, parked_slot=parked_slot)
         down = spans(simulate(asked, ()), DOWN)
         assert [start for label, start, _ in down if label == "gradient 0"] == [begins]
 
 
 def test_a_weight_that_backward_does_not_read_has_its_gradient_there() -> None:
     """As an embedding's: it is read at tick 0 alone, comes up once, and its gradient goes down after BP 0."""
-    update = {"grad_bytes": 1, "seconds": 0.0, "grad_home": Home.HOST}
+    update = {"grad_bytes": 1, "seconds": 0.0, "grad_tier": Tier.HOST}
     problem = with_update(two_blocks(), **update)
     first = replace(problem.weights[0], uses=(0,), gradient_tick=3)
     problem = replace(problem, weights=(first, problem.weights[1]))
@@ -297,7 +297,7 @@ def test_copies_and_updates_share_the_memory_of_the_host() -> None:
 
 def test_two_streams_of_one_direction_share_the_link() -> None:
     """What forward saves goes down beside gradients, at half the rate each."""
-    update = {"seconds": 0.0, "grad_bytes": 2, "grad_home": Home.HOST}
+    update = {"seconds": 0.0, "grad_bytes": 2, "grad_tier": Tier.HOST}
     problem = replace(with_update(two_blocks(link=Link(0, 1e9, 0.5)), **update), accumulation=2)
     ticks = tuple(replace(tick, hosted_bytes=1 if tick.name == "FP 0" else 0) for tick in problem.ticks)
     down = spans(simulate(replace(problem, ticks=ticks), ()), DOWN)
@@ -313,7 +313,7 @@ def test_without_an_accelerator_everything_runs_on_the_same_cores() -> None:
 
 
 def test_gradients_that_rest_on_the_host_are_added_there() -> None:
-    problem = replace(with_update(two_blocks(), grad_home=Home.HOST, seconds=1.0), accumulation=3)
+    problem = replace(with_update(two_blocks(), grad_tier=Tier.HOST, seconds=1.0), accumulation=3)
     found = simulate(replace(problem, shared=Shared(dram=3.0)), ())
     assert labels(found, CPU).count("sum 0") == 2
     assert found.busy[CPU] >= 2 * 1.0 + 4 * 1.0  # two updates, and four sums of 1 B that touch 3 B
@@ -326,7 +326,7 @@ def test_ranks_exchange_what_each_has_a_part_of() -> None:
     found = simulate(halves, [Eviction(halves.gaps[0], 2)])
     assert spans(found, UP) == [("weight 0", 2, 3)] and spans(found, NET) == [("gather 0", 3, 5)]
     assert spans(found, COMPUTE)[-1] == ("BP 0", 5, 7)
-    shared = with_update(halves, site=Site.HOST, seconds=1.0, grad_bytes=1, exchange_bytes=3, grad_home=Home.HOST)
+    shared = with_update(halves, site=Site.HOST, seconds=1.0, grad_bytes=1, exchange_bytes=3, grad_tier=Tier.HOST)
     found = simulate(shared, ())
     ends = {label: end for label, _, end in spans(found, COMPUTE)}
     times = {label: (start, end) for label, start, end in spans(found, NET)}
@@ -447,7 +447,7 @@ def _traffic(problem: Problem, evictions: Sequence[Eviction]) -> tuple[float, fl
         if update is None:
             continue
         if update.sends_down:
-            times = passes if update.grad_home is Home.HOST else 1
+            times = passes if update.grad_tier is Tier.HOST else 1
             down += times * update.grad_bytes
             touched += 3 * (times - 1) * update.grad_bytes
         if update.site is Site.HOST:
@@ -460,7 +460,7 @@ def _traffic(problem: Problem, evictions: Sequence[Eviction]) -> tuple[float, fl
 def test_accumulated_gradients_cross_once_where_they_rest_on_the_device() -> None:
     problem = replace(with_update(two_blocks()), accumulation=3)
     assert simulate(problem, ()).busy[DOWN] == pytest.approx(2.0)
-    parked = replace(with_update(two_blocks(), grad_home=Home.HOST), accumulation=3)
+    parked = replace(with_update(two_blocks(), grad_tier=Tier.HOST), accumulation=3)
     assert simulate(parked, ()).busy[DOWN] == pytest.approx(6.0)
     assert simulate(problem, ()).busy[COMPUTE] == pytest.approx(18.0)
     turn, boundary = problem.gaps

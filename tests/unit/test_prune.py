@@ -10,7 +10,7 @@ from torch.sparse._semi_structured_conversions import (
     sparse_semi_structured_to_dense_cutlass,
 )
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.plan import CHOICE_BYTES, ZEROS
 from deepstow.strategies.engine.pruning import chosen, smallest
 from deepstow.strategies.engine.updating.optim import zeros_stay
@@ -153,11 +153,11 @@ def test_priced() -> None:
         plan_of(config_of({"modules": ["up_proj", "o_proj"]}, strategies=each), Ranks(), probe())
         for each in ({}, {"offload": {"site": "host"}})
     )
-    device, engine = ({each.owner: each.num_bytes for each in one.reserves(Home.DEVICE)} for one in (plain, stowed))
+    device, engine = ({each.owner: each.num_bytes for each in one.reserves(Tier.DEVICE)} for one in (plain, stowed))
     assert device[ZEROS] == plain.facts.run.pruned == 2 * (32 * 64 + 32 * 32)
     assert engine[ZEROS] == stowed.facts.run.largest_pruned == 32 * 64
     without = plan_of(run_config(strategies={"offload": {"site": "host"}}), Ranks(), probe())
-    assert stowed.peak(Home.DEVICE) == without.peak(Home.DEVICE) + 32 * 64
-    assert stowed.peak(Home.HOST) == without.peak(Home.HOST) + CHOICE_BYTES * 32 * 64
+    assert stowed.peak(Tier.DEVICE) == without.peak(Tier.DEVICE) + 32 * 64
+    assert stowed.peak(Tier.HOST) == without.peak(Tier.HOST) + CHOICE_BYTES * 32 * 64
     with pytest.raises(ConfigError, match=r'prune.modules = \["up"\]: no layer of a block has such a name'):
         plan_of(config_of({"modules": ["up"]}), Ranks(), probe())

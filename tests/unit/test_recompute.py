@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
 from deepstow.strategies.core.layout import Item
-from deepstow.strategies.core.plan import NONE, Home, Plan
+from deepstow.strategies.core.plan import NONE, Plan, Tier
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.forward.checkpointing import (
@@ -67,10 +67,10 @@ def test_what_policies_keep() -> None:
 
 @pytest.mark.parametrize("waiting", [14, 35, 37])
 def test_auto_stays_within_the_device(waiting: int) -> None:
-    state = Plan.baseline(about()).states(Home.DEVICE)
+    state = Plan.baseline(about()).states(Tier.DEVICE)
     budget = int((state + waiting * MIB) / 0.9) + 1
     plan = planned(about(device_bytes=budget), policy="auto")
-    assert plan.peak(Home.DEVICE) <= state + waiting * MIB + 1
+    assert plan.peak(Tier.DEVICE) <= state + waiting * MIB + 1
     assert (policies(plan) == [NONE] * 4) is (waiting >= 37)
     # What cannot fit has the lowest peak: either the last block and the head, or the last block with its input.
     assert planned(about(device_bytes=MIB), policy="auto").saved_peak() == 13 * MIB
@@ -101,23 +101,23 @@ def test_all_that_is_kept_waits_on_the_host() -> None:
     assert plan.saved_peak() == (9 + 1) * MIB + 3 * MIB
     places = 3 * 2 * 4 * 512
     assert plan.hosted_bytes() == 9 * MIB + places
-    assert plan.peak(Home.HOST) == 9 * MIB + places
+    assert plan.peak(Tier.HOST) == 9 * MIB + places
     assert hosted(planned(about(5), policy="full", every=2, activation_offloading=True)) == [1, 0, 1, 0, 0]
     assert hosted(planned(about(), policy="full")) == [0] * 4
     rows = [row for row in full_report.to_json(plan, None)["rows"] if row["tensors"] == "saved for backward"]
-    assert [(row["home"], row["num_bytes"] // MIB) for row in rows[:4]] == [*[("host", 3)] * 3, ("device", 3)]
+    assert [(row["tier"], row["num_bytes"] // MIB) for row in rows[:4]] == [*[("host", 3)] * 3, ("device", 3)]
     assert "what is kept waits on the host" in table(plan)
 
 
 def test_auto_sends_what_would_not_fit_otherwise() -> None:
     """Without offload: the link carries nothing else."""
-    state = Plan.baseline(about()).states(Home.DEVICE)
+    state = Plan.baseline(about()).states(Tier.DEVICE)
     rates = replace(FAST, up_bytes_per_s=1e9, down_bytes_per_s=1e9, device_bytes_per_s=1e9)
     budget = int((state + 12 * MIB) / 0.9) + 1  # all inputs would take 13 MiB with a block that runs again
     known = about(rates=rates, device_bytes=budget)
-    assert planned(known, policy="auto", activation_offloading=False).peak(Home.DEVICE) > state + 12 * MIB
+    assert planned(known, policy="auto", activation_offloading=False).peak(Tier.DEVICE) > state + 12 * MIB
     plan = planned(known, policy="auto")
-    assert plan.peak(Home.DEVICE) <= state + 12 * MIB + 1 and sum(hosted(plan)) > 0
+    assert plan.peak(Tier.DEVICE) <= state + 12 * MIB + 1 and sum(hosted(plan)) > 0
     small = planned(replace(known, machine=replace(known.machine, host_bytes=MIB)), policy="auto")
     assert sum(hosted(small)) == 0
     without = planned(replace(known, machine=replace(known.machine, rates=None)), policy="auto")
@@ -128,15 +128,15 @@ def test_auto_sends_what_would_not_fit_otherwise() -> None:
 def test_auto_weighs_the_link(link: float, sends: bool) -> None:
     """Products are dear, so a fast link is worth its while, with half the host's room as well; a slow one is not."""
     rates = replace(FAST, gemm_fp32_flops_per_s=1e11, up_bytes_per_s=link, down_bytes_per_s=link)
-    state = Plan.baseline(about(8)).states(Home.DEVICE)
+    state = Plan.baseline(about(8)).states(Tier.DEVICE)
     known = about(8, rates=rates, device_bytes=int((state + 22 * MIB) / 0.9) + 1)
     plan = planned(known, policy="auto")
-    room = plan.peak(Home.HOST) // 2
+    room = plan.peak(Tier.HOST) // 2
     half = planned(replace(known, machine=replace(known.machine, host_bytes=room)), policy="auto")
-    assert half.peak(Home.HOST) <= room
+    assert half.peak(Tier.HOST) <= room
     for each in (plan, half):
         assert (sum(hosted(each)) > 0) is sends
-        assert each.peak(Home.DEVICE) <= state + 22 * MIB + 1
+        assert each.peak(Tier.DEVICE) <= state + 22 * MIB + 1
 
 
 @pytest.mark.parametrize(("link", "mib", "sends"), [(1e10, 40, True), (1e8, 60, False)])
@@ -148,7 +148,7 @@ def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, 
     for allowed in ("auto", False):
         plan = planned(about(8, rates=rates), policy="auto", activation_offloading=allowed, offload=given)
         priced = plan_cost(plan)
-        assert priced is not None and plan.peak(Home.DEVICE) <= mib * MIB
+        assert priced is not None and plan.peak(Tier.DEVICE) <= mib * MIB
         seconds[allowed] = priced.seconds
         assert (sum(hosted(plan)) > 0) is (sends and allowed == "auto")
     assert seconds["auto"] <= seconds[False] * (0.9 if sends else 1)
@@ -157,13 +157,13 @@ def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, 
 def test_the_host_must_hold_it() -> None:
     plan = planned(about(8, rates=FAST), policy="full", activation_offloading=True, offload={"host_memory": "1TiB"})
     assert plan.addresses is not None and plan.hosted_bytes() > 7 * MIB
-    assert plan.peak(Home.HOST) == plan.addresses.num_bytes(Home.HOST)
+    assert plan.peak(Tier.HOST) == plan.addresses.num_bytes(Tier.HOST)
     assert plan.addresses.of("", Item.SAVED).num_bytes == plan.hosted_bytes()
-    assert sum(row.num_bytes for row in rows(plan) if row.home is Home.HOST) == plan.peak(Home.HOST)
+    assert sum(row.num_bytes for row in rows(plan) if row.tier is Tier.HOST) == plan.peak(Tier.HOST)
 
     def peak(host_memory: Any) -> int:
         given = {"site": "host", "gpu_memory": "1GiB", "host_memory": host_memory}
-        return planned(about(8), policy="full", activation_offloading=True, offload=given).peak(Home.HOST)
+        return planned(about(8), policy="full", activation_offloading=True, offload=given).peak(Tier.HOST)
 
     enough = peak("1TiB")
     assert peak(enough) == enough

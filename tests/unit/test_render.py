@@ -7,7 +7,7 @@ import pytest
 
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts, Precision
-from deepstow.strategies.core.plan import RUN, EngineSet, Home, Kind, Plan, Reserve
+from deepstow.strategies.core.plan import RUN, EngineSet, Kind, Plan, Reserve, Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.report.plan_table import rows, summary, table
@@ -50,7 +50,7 @@ def test_blocks_fold_into_a_row_per_home_wherever_their_tensors_are() -> None:
     """Every other block rests on the host; the sizes of both rows are all there is."""
     plan = Plan.baseline(facts(embedding(10), *(block(index, 100) for index in range(32)), head(10)))
     moved = [
-        replace(plan.share(f"layers.{index}", kind), home=Home.HOST)
+        replace(plan.share(f"layers.{index}", kind), tier=Tier.HOST)
         for index in range(1, 32, 2)
         for kind in (Kind.MOMENT, Kind.GRAD)
     ]
@@ -70,7 +70,7 @@ def test_lines_of_the_table_are_aligned() -> None:
     )
     header, body = next(line for line in lines if line.startswith("unit")), [line for line in lines if " 1/2 " in line]
     assert [(line.index(" device ") + 1, line.index(" zero ") + 1) for line in body] == [
-        (header.index("home"), header.index("decided by"))
+        (header.index("tier"), header.index("decided by"))
     ] * 3
     assert all(line == line.rstrip() and line.isascii() for line in lines)
     assert ", 1 rank on" in table(Plan.baseline(facts()))
@@ -82,7 +82,7 @@ def test_lines_of_the_table_are_aligned() -> None:
 def with_memory(device: int, host: int, name: str = "gpu") -> Plan:
     """800 bytes of parameters, 800 of gradients, 1600 of moments, nothing saved; peak 3200."""
     plan = Plan.baseline(facts(block(0, 200), machine=MachineFacts(name, device, host)))
-    return plan.amend([Reserve(unit=RUN, reason="", owner="pinned", num_bytes=100, home=Home.HOST)], by="a")
+    return plan.amend([Reserve(unit=RUN, reason="", owner="pinned", num_bytes=100, tier=Tier.HOST)], by="a")
 
 
 def test_totals_say_what_is_free_or_too_much() -> None:
@@ -115,7 +115,7 @@ def test_a_state_that_cannot_fit_ends_the_run_with_the_numbers() -> None:
         "the training state needs 3.1 KiB on each rank's device, which has 2.9 KiB: 200 B too much"
     )
     plan = Plan.baseline(facts(block(0, 200), machine=MachineFacts("gpu", 1 << 20, 1000)))
-    on_host = plan.amend([replace(plan.share("layers.0", Kind.MOMENT), home=Home.HOST)], by="offload")
+    on_host = plan.amend([replace(plan.share("layers.0", Kind.MOMENT), tier=Tier.HOST)], by="offload")
     with pytest.raises(ConfigError, match=r"needs 1\.6 KiB on each rank's host, which has 1000 B: 600 B too much"):
         refuse_impossible(on_host)
 

@@ -12,11 +12,11 @@ from deepstow.strategies.core.facts import (
     NO_WORK,
     Choices,
     Facts,
-    Home,
     Operator,
     Param,
     Precision,
     Rates,
+    Tier,
     UnitKind,
     Work,
 )
@@ -354,7 +354,7 @@ def test_a_slow_cpu_gives_work_to_the_link_within_the_budget() -> None:
     assert Site.STREAMED in sites_of(shared) and Site.STREAMED not in sites_of(alone)
     before, after = plan_cost(replace(alone, facts=shared.facts)), plan_cost(shared)
     assert before is not None and after is not None and after.seconds < 0.9 * before.seconds
-    assert shared.peak(Home.DEVICE) <= BLOCK * 4 * 26
+    assert shared.peak(Tier.DEVICE) <= BLOCK * 4 * 26
     assert validate(shared.layout, shared.addresses, shared.facts.params) == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deepstow.strategies.core.addresses import Addresses, Spot
-from deepstow.strategies.core.facts import Home, Param
+from deepstow.strategies.core.facts import Param, Tier
 from deepstow.strategies.core.layout import Item, Layout, Site
 from deepstow.strategies.core.validate import check, validate
 from deepstow.strategies.planner.addresses import place
@@ -15,7 +15,7 @@ from tests.helpers.layouts import bucket, layout
 
 def two() -> Layout:
     """Steps 0 to 7; a and c are never there together."""
-    passing: dict[str, Any] = {"site": Site.HOST, "grad_home": Home.HOST}
+    passing: dict[str, Any] = {"site": Site.HOST, "grad_tier": Tier.HOST}
     return layout(
         bucket("a", "layers.0", 100, 50, resident_ticks=((0, 2), (6, 8)), **passing),
         bucket("b", "layers.1", 100, resident_ticks=((1, 3), (5, 7)), **passing),
@@ -86,12 +86,12 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (0, {"resident_ticks": ((0, 7),)}, "is away at tick 7, when layers.0 uses it"),
         (0, {"group": None}, "if, and only if"),
         (4, {"group": 0}, "if, and only if"),
-        (3, {"grad_home": Home.HOST}, "cannot wait on the host"),
+        (3, {"grad_tier": Tier.HOST}, "cannot wait on the host"),
         (0, {"grad_split": True}, "ranks share gradients of one micro-batch that wait on the device"),
         (0, {"grad_split": True, "ways": 2, "site": Site.HOST}, "ranks share gradients of one micro-batch"),
-        (0, {"grad_direct": True, "grad_home": Home.HOST, "site": Site.STREAMED}, "need a slot"),
-        (0, {"grad_direct": True, "grad_home": Home.DEVICE, "site": Site.HOST}, "need a slot"),
-        (0, {"grad_taken": True, "grad_home": Home.HOST, "site": Site.HOST}, "only the CPU's update in backward"),
+        (0, {"grad_direct": True, "grad_tier": Tier.HOST, "site": Site.STREAMED}, "need a slot"),
+        (0, {"grad_direct": True, "grad_tier": Tier.DEVICE, "site": Site.HOST}, "need a slot"),
+        (0, {"grad_taken": True, "grad_tier": Tier.HOST, "site": Site.HOST}, "only the CPU's update in backward"),
         (0, {"rounds": True}, "only what is trained in bf16, with moments that do not rest in fp32"),
     ],
 )
@@ -108,16 +108,16 @@ def test_addresses_by_hand() -> None:
         "weight of a: has no address": replace(
             right, spots={key: spot for key, spot in right.spots.items() if key != ("a", Item.WEIGHT)}
         ),
-        "weight of a: lies on the host, not on the device": with_spot(right, ("a", Item.WEIGHT), home=Home.HOST),
+        "weight of a: lies on the host, not on the device": with_spot(right, ("a", Item.WEIGHT), tier=Tier.HOST),
         "weight of a: is not aligned": with_spot(right, ("a", Item.WEIGHT), offset=weight.offset + 4),
         "weight of a: has 1023 bytes, needs 1024": with_spot(right, ("a", Item.WEIGHT), num_bytes=1023),
         "weight of a: lies outside its arena": replace(
-            right, arena_bytes={**right.arena_bytes, Home.DEVICE: weight.offset}
+            right, arena_bytes={**right.arena_bytes, Tier.DEVICE: weight.offset}
         ),
         "moments of b: lies outside its arena": with_spot(right, ("b", Item.MOMENTS), offset=-4096),
         "weight of d overlaps": with_spot(right, ("d", Item.WEIGHT), offset=weight.offset),
         "scratch: has an address and needs none": replace(
-            right, spots={**right.spots, ("", Item.SCRATCH): Spot(Home.DEVICE, 0, 512)}
+            right, spots={**right.spots, ("", Item.SCRATCH): Spot(Tier.DEVICE, 0, 512)}
         ),
     }
     assert complaints(made, right) == ""
@@ -135,7 +135,7 @@ def test_weights_share_only_while_one_of_them_is_away() -> None:
 
 def test_slots_overlap_only_from_their_first_byte() -> None:
     """The engine knows who used a slot before by its address alone."""
-    sent = {"site": Site.HOST, "grad_home": Home.HOST}
+    sent = {"site": Site.HOST, "grad_tier": Tier.HOST}
     made = layout(*(bucket(name, f"layers.{name}", 1024, **sent) for name in "abcd"))
     right = place(made)
     slot, other = right.of("a", Item.GRAD).offset, right.of("b", Item.GRAD).offset

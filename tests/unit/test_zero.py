@@ -11,7 +11,7 @@ from deepstow.strategies.backends.deepspeed import clips_itself, ds_config
 from deepstow.strategies.core import protocol
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Precision
-from deepstow.strategies.core.plan import RUN, EngineSet, Home, Plan, When
+from deepstow.strategies.core.plan import RUN, EngineSet, Plan, Tier, When
 from deepstow.strategies.core.protocol import Phase, Requirement
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.zero_bytes import MAX_BUCKET
@@ -46,9 +46,9 @@ def billions(**run: Any) -> Facts:
 )
 def test_state_as_published(stage: int, published: float, in_fp32: float) -> None:
     """In mixed precision; in fp32 as counted by hand."""
-    state = plan_of(stage, billions(precision=Precision.BF16)).states(Home.DEVICE) / 10**9
+    state = plan_of(stage, billions(precision=Precision.BF16)).states(Tier.DEVICE) / 10**9
     assert float(f"{state:.3g}") == published
-    assert plan_of(stage, billions()).states(Home.DEVICE) == pytest.approx(in_fp32, rel=1e-9)
+    assert plan_of(stage, billions()).states(Tier.DEVICE) == pytest.approx(in_fp32, rel=1e-9)
 
 
 # DeepSpeed's config
@@ -113,7 +113,7 @@ def test_buckets_are_bounded_and_even() -> None:
 def test_reserved_buffers_as_labelled_sums() -> None:
     def reserves(stage: int, **changes: Any) -> dict[str, tuple[int, When]]:
         plan = plan_of(stage, golden_facts(**changes))
-        return {reserve.owner: (reserve.num_bytes, reserve.when) for reserve in plan.reserves(Home.DEVICE)}
+        return {reserve.owner: (reserve.num_bytes, reserve.when) for reserve in plan.reserves(Tier.DEVICE)}
 
     trainable = 6000 + 2000 + 2000 + 600
     bucket = 2 * 2000 * 2  # two of them overlap, bf16

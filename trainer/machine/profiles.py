@@ -15,7 +15,7 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
              be as fast as fp32). fp32: 0.80 assumed.
     Memory   data sheet times 0.85, assumed. How much of it torch reports: as users' messages say; of H200, B200 and
              MI300X within 1 GiB.
-    Link     PCI Express by generation and lanes times 0.85, assumed for large copies of pinned memory: packet headers
+    Link     PCI Express by generation and streams times 0.85, assumed for large copies of pinned memory: packet headers
              alone cost 8 to 10 %, flow control and the host's side the rest. Published by users of nvbandwidth are 52.8
              GB/s down on H100 (its issue 24), and on generation 4 24.8 to 26 either way (its issues 11 and 53).
     Duplex   generation 5: 26 to 31 GB/s each way when both run, from offload_adam's published steps on an RTX PRO 6000;
@@ -72,15 +72,15 @@ class _Host(NamedTuple):
     dram: float
 
 
-def _pcie(gigatransfers: float, lanes: int = 16) -> float:
+def _pcie(gigatransfers: float, streams: int = 16) -> float:
     """Bytes per second in one direction, after 128b/130b encoding and ``LINK_EFFICIENCY``."""
-    return gigatransfers * 1e9 * lanes * 128 / 130 / 8 * LINK_EFFICIENCY
+    return gigatransfers * 1e9 * streams * 128 / 130 / 8 * LINK_EFFICIENCY
 
 
 _PCIE3 = _Link(_pcie(8), (24 + 12) / 2 / 25)
 _PCIE4 = _Link(_pcie(16), (24 + 12) / 2 / 25)
 _PCIE5 = _Link(_pcie(32), 28.5e9 / _pcie(32))
-_PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, lanes=8))
+_PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, streams=8))
 _SERVER, _DDR5, _DDR4, _SLICE = 150e9, 60e9, 40e9, 50e9
 _A100_SXM, _H100_SXM, _B200, _MI300X = (300e9, 200), (450e9, 400), (900e9, 400), (448e9, 400)
 

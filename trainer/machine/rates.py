@@ -40,7 +40,7 @@ from deepstow.strategies.core.commit import refuse_unwritable
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from deepstow.strategies.core.moments import HOST_CHUNK
 from deepstow.strategies.engine.memory import accelerator
-from deepstow.strategies.engine.transfer.transfer import Lane, transfer_for
+from deepstow.strategies.engine.transfer.transfer import Stream, transfer_for
 from deepstow.strategies.engine.transfer.worker import Worker, spare_cores
 from deepstow.strategies.engine.updating.optim import AdamW, Operands
 from deepstow.trainer.distributed.ranks import Ranks
@@ -112,34 +112,34 @@ def measure_gemm(clock: Stopwatch, say: Say, precision: str, dtype: torch.dtype)
 
 
 def copier(device: torch.device, num_bytes: int, up: Worker, down: Worker) -> Callable[..., None]:
-    """A function that issues ``count`` copies of ``size`` bytes in each of some lanes, by the engine's transfer between
-    buffers of ``num_bytes``; without streams ``up`` and ``down`` make them.
+    """A function that issues ``count`` copies of ``size`` bytes on each of some streams, by the engine's transfer
+    between buffers of ``num_bytes``; without streams ``up`` and ``down`` make them.
     """
     pinned = device.type != "cpu"
     host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    ends = {Lane.UP: (there[0], host[0], up), Lane.DOWN: (host[1], there[1], down)}
+    ends = {Stream.UP: (there[0], host[0], up), Stream.DOWN: (host[1], there[1], down)}
     transfer = transfer_for(device)
     if pinned:
         torch.accelerator.synchronize(device)  # the buffers are filled on another stream than they are copied on
 
     @cache
-    def rounds(lane: Lane, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def rounds(stream: Stream, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Slices of ``size`` bytes from all over the buffers, going on where the last copy ended."""
-        target, source, _ = ends[lane]
+        target, source, _ = ends[stream]
         starts = range(0, num_bytes - size + 1, max(size, num_bytes // 512))
         return itertools.cycle([(target[start : start + size], source[start : start + size]) for start in starts])
 
-    def copy(lane: Lane, size: int, times: int) -> None:
-        for target, source in itertools.islice(rounds(lane, size), times):
-            transfer.copy(lane, target, source)
+    def copy(stream: Stream, size: int, times: int) -> None:
+        for target, source in itertools.islice(rounds(stream, size), times):
+            transfer.copy(stream, target, source)
 
-    def issue(size: int, count: int, *lanes: Lane) -> None:
+    def issue(size: int, count: int, *streams: Stream) -> None:
         if pinned:
-            for lane in lanes * count:  # alternating, so that both streams have work from the start
-                copy(lane, size, 1)
+            for stream in streams * count:  # alternating, so that both streams have work from the start
+                copy(stream, size, 1)
             return
-        for future in [ends[lane][2].submit(0, partial(copy, lane, size, count)) for lane in lanes]:
+        for future in [ends[stream][2].submit(0, partial(copy, stream, size, count)) for stream in streams]:
             future.result()
 
     return issue
@@ -157,17 +157,17 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
     with closing(Worker(1)) as one, closing(Worker(1)) as other:  # they stand in for the link where there is none
         issue = copier(device, sizes[-1], one, other)
 
-        def seconds(size: int, *lanes: Lane) -> float:
+        def seconds(size: int, *streams: Stream) -> float:
             count = max(1, min(MOST_COPIES, CALL_BYTES // size))
-            return clock.seconds(partial(issue, size, count, *lanes), effort.link_seconds) / count
+            return clock.seconds(partial(issue, size, count, *streams), effort.link_seconds) / count
 
         for size in sizes:
-            up_s, down_s = seconds(size, Lane.UP), seconds(size, Lane.DOWN)
+            up_s, down_s = seconds(size, Stream.UP), seconds(size, Stream.DOWN)
             points["up"].append((size, up_s))
             points["down"].append((size, down_s))
             line = f"  {size / MIB:8.4g} MiB  up {size / up_s / 1e9:6.2f} GB/s  down {size / down_s / 1e9:6.2f}"
             if size >= min(DUPLEX_BYTES, sizes[-1]):
-                both_s = seconds(size, Lane.UP, Lane.DOWN)
+                both_s = seconds(size, Stream.UP, Stream.DOWN)
                 points["both"].append((size, both_s))
                 factors.append(duplex_factor(up_s, down_s, both_s))
                 line += f"  both at once {2 * size / both_s / 1e9:6.2f} together, each keeps {factors[-1]:.0%}"
@@ -227,7 +227,7 @@ def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]], updat
         began_s, copied = time.perf_counter(), 0
         running = [submit() for _ in range(updates)]
         while not running[-1].done():
-            seconds_per_call(partial(issue, size, 1, Lane.UP, Lane.DOWN), clock.device)
+            seconds_per_call(partial(issue, size, 1, Stream.UP, Stream.DOWN), clock.device)
             copied += 2 * size
         spent_s = time.perf_counter() - began_s
     return (copied + HOST_UPDATE_BYTES * updates * effort.num_params) / spent_s

@@ -5,7 +5,7 @@ types) and shrinks what only costs time.
 
 With ``strategies.offload`` a copy would fit into the real model's budget, and nothing of it would move. So ``moving``
 looks for options under which the plan of the copy moves what the real plan moves: weights that travel, each site of
-updates, both homes of gradients that wait. It plans the copy with several budgets, from the least that it can be
+updates, both tiers of gradients that wait. It plans the copy with several budgets, from the least that it can be
 trained with to the one that everything fits into, and asks by option for what no budget causes, if the user left that
 at auto. The result is few sets of options that show everything; each is a run.
 """
@@ -18,7 +18,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import ALIGN_BYTES, Bucket, Layout, Site
 from deepstow.strategies.core.plan import RUN, Stow
 from deepstow.strategies.core.protocol import Refusal, Strategy
@@ -122,7 +122,7 @@ def features(layout: Layout) -> frozenset[str]:
     """What a verification of ``layout`` has to show, in words."""
     trained = [bucket for bucket in layout.buckets if bucket.site is not Site.NONE]
     found = {UPDATES[bucket.site] for bucket in trained}
-    found |= {f"gradients wait on the {bucket.grad_home.value}" for bucket in trained}
+    found |= {f"gradients wait on the {bucket.grad_tier.value}" for bucket in trained}
     return frozenset(found | {TRAVEL for bucket in layout.buckets if leaves(bucket, layout)})
 
 
@@ -172,7 +172,7 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], stages: Sequence[Fact
         most = plans(sized(ample))
         if not most or any(plan.addresses is None for plan in most):
             return
-        high = max(plan.peak(Home.DEVICE) for plan in most)
+        high = max(plan.peak(Tier.DEVICE) for plan in most)
         low, unfit = high, 0
         while low - unfit > high >> 6:
             middle = (low + unfit) // 2

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.model.count_cache import cached
@@ -88,7 +88,7 @@ def rows(config: RunConfig, plan: Plan) -> Taken:
 def _taken(counted: Evaluation, number: int, plan: Plan, why: str = "") -> Taken:
     """``why``: they are fewer than Hugging Face's."""
     peak = plan.beside() + counted.of(number)
-    more = f"; the device has {human(peak)} then, more than in training" if peak > plan.peak(Home.DEVICE) else ""
+    more = f"; the device has {human(peak)} then, more than in training" if peak > plan.peak(Tier.DEVICE) else ""
     line = f"evaluation: {number} row{'s' if number > 1 else ''} at a time{why}{more}" if why or more else ""
     return Taken(number, peak, line)
 

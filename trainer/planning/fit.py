@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Phase
 from deepstow.strategies.core.registry import available, find
@@ -86,8 +86,8 @@ class FitRow:
     tree: Tree = field(default_factory=dict)  # the config
     kept: Mapping[str, Tree] = field(default_factory=dict)  # options of what saves memory that say what the machine has
     ranks: int = 1
-    needed: Mapping[Home, int] = field(default_factory=dict)  # bytes on one rank; a home is left out if not known
-    missing: Mapping[Home, int] = field(default_factory=dict)  # bytes beyond what may be used, where any are
+    needed: Mapping[Tier, int] = field(default_factory=dict)  # bytes on one rank; a tier is left out if not known
+    missing: Mapping[Tier, int] = field(default_factory=dict)  # bytes beyond what may be used, where any are
     refused: str = ""  # why there is no plan, if it is not for memory
     seconds: float | None = None  # of a simulated step; None: unknown, or it does not fit
     write: tuple[str, ...] = ()  # lines of YAML, one per section; none: the config as it is
@@ -102,7 +102,7 @@ class FitRow:
 
     @property
     def lacks(self) -> str:
-        return ", ".join(f"{home.value} lacks {human(size)}" for home, size in self.missing.items())
+        return ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in self.missing.items())
 
     def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
@@ -228,17 +228,17 @@ class Fit:
                 brief = {name: each.briefly() for name, each in config.strategies.items()}
                 config = config.model_copy(update={"strategies": brief})
             plans = plans_of(config, ranks, self.machine, say=lambda line: None)
-            plan = max(plans, key=lambda each: each.peak(Home.DEVICE))  # of stages, that which needs most
+            plan = max(plans, key=lambda each: each.peak(Tier.DEVICE))  # of stages, that which needs most
         except TooLargeError as short:
-            home = Home(short.home)
-            return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
+            tier = Tier(short.tier)
+            return replace(row, needed={tier: short.needed}, missing={tier: short.needed - short.budget})
         except ValidationError as error:
             return replace(row, refused=error.errors()[0]["msg"].removeprefix("Value error, "))
         except (ConfigError, ValueError) as error:
             if isinstance(error, ConfigError) and row.kind == _kind(self.config) and not (row.strategies or row.given):
                 raise
             return replace(row, refused=str(error).splitlines()[0])
-        needed, missing = {home: plan.peak(home) for home in Home}, _missing(plan)
+        needed, missing = {tier: plan.peak(tier) for tier in Tier}, _missing(plan)
         return replace(row, needed=needed, missing=missing, seconds=None if missing else _seconds(plan))
 
 
@@ -310,14 +310,14 @@ def _of_machine(name: str, options: Tree) -> Tree:
     return {key: value for key, value in stay.items() if value != kind.model_fields[key].default}
 
 
-def _missing(plan: Plan) -> dict[Home, int]:
-    """Bytes beyond what may be used of one rank's memory, by home. A CPU's device is its host memory."""
+def _missing(plan: Plan) -> dict[Tier, int]:
+    """Bytes beyond what may be used of one rank's memory, by tier. A CPU's device is its host memory."""
     machine = plan.facts.machine
-    device, host = plan.peak(Home.DEVICE), plan.peak(Home.HOST)
-    beyond = {Home.HOST: device + host - machine.host_bytes}
+    device, host = plan.peak(Tier.DEVICE), plan.peak(Tier.HOST)
+    beyond = {Tier.HOST: device + host - machine.host_bytes}
     if machine.has_accelerator:
-        beyond = {Home.DEVICE: device - device_budget(machine), Home.HOST: host - int(SHARE * machine.host_bytes)}
-    return {home: size for home, size in beyond.items() if size > 0}
+        beyond = {Tier.DEVICE: device - device_budget(machine), Tier.HOST: host - int(SHARE * machine.host_bytes)}
+    return {tier: size for tier, size in beyond.items() if size > 0}
 
 
 def _seconds(plan: Plan) -> float | None:
@@ -368,7 +368,7 @@ def lines(rows: Sequence[FitRow]) -> list[str]:
 
 
 def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    needed = (human(row.needed[home]) if home in row.needed else UNKNOWN for home in (Home.DEVICE, Home.HOST))
+    needed = (human(row.needed[tier]) if tier in row.needed else UNKNOWN for tier in (Tier.DEVICE, Tier.HOST))
     says = "yes" if row.fits else f"no: {'refused' if row.refused else row.lacks}"
     seconds = UNKNOWN if row.seconds is None else f"{row.seconds:.3g} s"
     own = [line for line in row.write if line not in common]

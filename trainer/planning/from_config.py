@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.backends.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
-from deepstow.strategies.core.plan import Conflict, Home, Plan
+from deepstow.strategies.core.plan import Conflict, Plan, Tier
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal, Requirement
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid.chunks import divisors
@@ -93,7 +93,7 @@ def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Co
         try:
             compose(config.strategies, narrowed(config, whole, rank))
         except MemoryRefusal as other:
-            if other.home is refused.home and other.needed > refused.needed:
+            if other.tier is refused.tier and other.needed > refused.needed:
                 refused = other
         except Refusal:
             pass  # that rank says so itself
@@ -123,7 +123,7 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     def line() -> str:
         return config.error(refused.key, refused.value, refused.cure).lines[0]
 
-    return TooLargeError(line, refused.home.value, lambda: refused.needed, refused.budget)
+    return TooLargeError(line, refused.tier.value, lambda: refused.needed, refused.budget)
 
 
 def _refuses_shares(config: RunConfig, world_size: int) -> Iterator[Refusal]:
@@ -273,17 +273,17 @@ def refuse_impossible(plan: Plan) -> None:
 
     Both are exact. What forward saves on the device is an estimate, so it does not refuse a run.
     """
-    _refuse_larger(plan, Home.DEVICE, plan.facts.machine.device_bytes)
-    _refuse_larger(plan, Home.HOST, plan.facts.machine.host_bytes)
+    _refuse_larger(plan, Tier.DEVICE, plan.facts.machine.device_bytes)
+    _refuse_larger(plan, Tier.HOST, plan.facts.machine.host_bytes)
 
 
-def _refuse_larger(plan: Plan, home: Home, has: int) -> None:
-    hosted = plan.hosted_bytes() if home is Home.HOST else 0  # part of the arena if there is one
-    needed = plan.states(home) + hosted if plan.addresses is None else plan.addresses.num_bytes(home)
+def _refuse_larger(plan: Plan, tier: Tier, has: int) -> None:
+    hosted = plan.hosted_bytes() if tier is Tier.HOST else 0  # part of the arena if there is one
+    needed = plan.states(tier) + hosted if plan.addresses is None else plan.addresses.num_bytes(tier)
     if needed > has:
         sent = hosted and needed - hosted <= has
         cure = "; write strategies.recompute.activation_offloading: false" if sent else ""
         who = "the training state and the tensors saved for backward need" if hosted else "the training state needs"
-        what = f"{who} {human(needed)} on each rank's {home.value}, which has {human(has)}"
+        what = f"{who} {human(needed)} on each rank's {tier.value}, which has {human(has)}"
         line = f"{what}: {human(needed - has)} too much{cure}"
-        raise TooLargeError(lambda: line, home.value, lambda: needed, has)
+        raise TooLargeError(lambda: line, tier.value, lambda: needed, has)

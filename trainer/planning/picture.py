@@ -2,7 +2,7 @@
 simulated step above a measured one.
 
 The memory curve is the arena and what forward has saved so far, during the ticks of the first pass. Without a simulated
-step (nothing is stowed, or the machine's rates are unknown): one bar per home that adds up to the predicted peak of a
+step (nothing is stowed, or the machine's rates are unknown): one bar per tier that adds up to the predicted peak of a
 rank. The red line is the budget.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from deepstow.strategies.core.plan import Home, Kind, Plan, When
+from deepstow.strategies.core.plan import Kind, Plan, Tier, When
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.simulate import TraceEvent
 from deepstow.strategies.planner.step_cost import StepCost
@@ -156,7 +156,7 @@ def _legend(pen: Pen, top: int) -> None:
 def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], floor: int, limit: Limit) -> None:
     """Arena and saved tensors during the ticks of the first pass, and the line that they may not cross."""
     assert plan.addresses is not None
-    arena, peak, (most, called) = plan.addresses.num_bytes(Home.DEVICE), plan.peak(Home.DEVICE), limit
+    arena, peak, (most, called) = plan.addresses.num_bytes(Tier.DEVICE), plan.peak(Tier.DEVICE), limit
     shown = most if peak * 4 > most else peak  # a far line would flatten the curve
     scale = (CURVE - 30) / (1.08 * max(shown, peak))
 
@@ -173,25 +173,25 @@ def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], 
     pen.text((MARGIN, floor - CURVE // 2), "memory", INK, FONT)
 
 
-def parts(plan: Plan, home: Home) -> Iterator[tuple[str, int]]:
-    """What one rank holds at ``home``, by owner; together its predicted peak."""
-    standing = [(kind.value, plan.total(kind, home)) for kind in Kind if kind is not Kind.GRAD]
-    standing.append(("buffers", sum(one.num_bytes for one in plan.reserves(home) if one.when is When.ALWAYS)))
-    if home is Home.HOST:
+def parts(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
+    """What one rank holds at ``tier``, by owner; together its predicted peak."""
+    standing = [(kind.value, plan.total(kind, tier)) for kind in Kind if kind is not Kind.GRAD]
+    standing.append(("buffers", sum(one.num_bytes for one in plan.reserves(tier) if one.when is When.ALWAYS)))
+    if tier is Tier.HOST:
         standing.append(("Python and libraries", plan.facts.machine.runtime_host_bytes))
     yield from standing
-    yield "gradients and saved tensors, at the peak", plan.peak(home) - sum(size for _, size in standing)
+    yield "gradients and saved tensors, at the peak", plan.peak(tier) - sum(size for _, size in standing)
 
 
 def _bars(pen: Pen, plan: Plan, limit: Limit) -> None:
-    """One bar per home, with its parts and the line that it may not cross."""
-    for index, home in enumerate(Home):
-        has, name = limit if home is Home.DEVICE else (plan.facts.machine.host_bytes, "host has")
-        peak, top = plan.peak(home), TITLE + MARGIN // 2 + index * (BAR + MARGIN)
+    """One bar per tier, with its parts and the line that it may not cross."""
+    for index, tier in enumerate(Tier):
+        has, name = limit if tier is Tier.DEVICE else (plan.facts.machine.host_bytes, "host has")
+        peak, top = plan.peak(tier), TITLE + MARGIN // 2 + index * (BAR + MARGIN)
         scale = (WIDTH - LEFT - 2 * MARGIN) / max(has, peak, 1)
-        pen.text((MARGIN, top + 14), home.value, INK, FONT)
+        pen.text((MARGIN, top + 14), tier.value, INK, FONT)
         left, words = float(LEFT), LEFT
-        for colour, (owner, size) in zip(PARTS, parts(plan, home), strict=False):
+        for colour, (owner, size) in zip(PARTS, parts(plan, tier), strict=False):
             pen.rectangle((left, top, left + size * scale, top + ROW - 8), fill=colour)
             left += size * scale
             if size:

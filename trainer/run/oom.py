@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from deepstow.strategies.core.common_host import mapped_bytes
 from deepstow.strategies.core.peak import passes_peak
-from deepstow.strategies.core.plan import Home, Kind, Plan
+from deepstow.strategies.core.plan import Kind, Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
 from deepstow.strategies.report import plan_table
@@ -38,10 +38,10 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
     temporaries = max(0, plan.saved_peak() - sum(plan.saved_bytes(unit.name) for unit in plan.facts.units))
     lines = [f"out of memory: {first}", *plan_table.table(plan).splitlines()]
     lines.append(f"temporaries of forward and backward, at most: {human(temporaries)}")
-    for home, measured in ((Home.DEVICE, device_peak_bytes()), (Home.HOST, host_peak_bytes())):
-        mapped = mapped_bytes(plan.layout) if home is Home.HOST and plan.layout is not None else 0
+    for tier, measured in ((Tier.DEVICE, device_peak_bytes()), (Tier.HOST, host_peak_bytes())):
+        mapped = mapped_bytes(plan.layout) if tier is Tier.HOST and plan.layout is not None else 0
         others = f", up to {human(mapped)} of it other ranks'" if mapped else ""
-        lines += [f"measured peak so far, {home.value}: {human(measured)}{others}"] if measured is not None else []
+        lines += [f"measured peak so far, {tier.value}: {human(measured)}{others}"] if measured is not None else []
     lines.append("what would free memory on the device, the most first:")
     freed = sorted(cures(config, plan), key=lambda cure: -cure[1])
     return lines + [f"  {change}: {human(size)}" for change, size in freed if size > 0]
@@ -66,8 +66,8 @@ def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
                 kept = passes_peak([way.saved for way in ways], [0] * len(units), run.in_flight)
                 yield f"strategies: {{recompute: {{{words}}}}}", plan.saved_peak() - kept
     if plan.layout is not None:
-        lower = plan.peak(Home.DEVICE) * 9 // 10
-        yield f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower
+        lower = plan.peak(Tier.DEVICE) * 9 // 10
+        yield f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Tier.DEVICE) - lower
     elif not config.strategies:
         movable = (Kind.GRAD, Kind.MASTER, Kind.MOMENT)
-        yield "strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable)
+        yield "strategies: {offload: {}}", sum(plan.total(kind, Tier.DEVICE) for kind in movable)

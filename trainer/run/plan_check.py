@@ -30,7 +30,7 @@ from deepstow.strategies.backends import deepspeed
 from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.common_host import mapped_bytes
 from deepstow.strategies.core.facts import UnitTimes
-from deepstow.strategies.core.plan import Home, Plan
+from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine import stowed_by
 from deepstow.strategies.engine.forward.blocks import find_blocks
@@ -227,12 +227,12 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             saved = (other.get(unit.name, size) if size == unit.saved_bytes else size for unit, size in keeps.items())
             yield Comparison("saved for backward", sum(saved), sum(self._storages.values()))
         on_device = device_peak_bytes()
-        host = plan.peak(Home.HOST)
+        host = plan.peak(Tier.HOST)
         if on_device is not None:
-            planned = max(plan.peak(Home.DEVICE), self._evaluating if self._evaluated else 0)
+            planned = max(plan.peak(Tier.DEVICE), self._evaluating if self._evaluated else 0)
             yield Comparison("device, peak", planned, on_device)
         else:
-            host += plan.peak(Home.DEVICE)  # the device is this machine's memory
+            host += plan.peak(Tier.DEVICE)  # the device is this machine's memory
         host += mapped_bytes(plan.layout) if plan.layout is not None else 0
         yield Comparison("process, peak", host, host_peak_bytes())
         if self._began is not None and (plan.layout is not None or plan.hosted_bytes()):

@@ -27,8 +27,8 @@ from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.planner.tasks import Resource
 from deepstow.trainer.errors import write_line
 
-LANES = {"compute": Resource.COMPUTE, "up": Resource.UP, "down": Resource.DOWN, "cpu": Resource.CPU}
-LANES |= {"net": Resource.NET}
+STREAMS = {"compute": Resource.COMPUTE, "up": Resource.UP, "down": Resource.DOWN, "cpu": Resource.CPU}
+STREAMS |= {"net": Resource.NET}
 ON_GPU = (("HtoD", Resource.UP), ("DtoH", Resource.DOWN), ("nccl", Resource.NET), ("", Resource.COMPUTE))
 
 
@@ -120,12 +120,12 @@ def measured(trace: Iterable[Mapping[str, Any]]) -> tuple[float, list[TraceEvent
     ranges = [each for each in events if each.get("cat") == "user_annotation"]
     steps = sorted((each["dur"], each["ts"]) for each in ranges if re.fullmatch(r"step \d+", each["name"]))
     length, begin = steps[len(steps) // 2]
-    lanes = ["cpu"] if on_gpu else list(LANES)
+    streams = ["cpu"] if on_gpu else list(STREAMS)
     found = [
-        (LANES[lane], label, each)
+        (STREAMS[stream], label, each)
         for each in ranges
-        for lane, _, label in [each["name"].partition(": ")]
-        if lane in lanes
+        for stream, _, label in [each["name"].partition(": ")]
+        if stream in streams
     ]
     for each in on_gpu:
         here = around[: bisect(around, each["ts"], key=lambda one: one["ts"])][-8:]

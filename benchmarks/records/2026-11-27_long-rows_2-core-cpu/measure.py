@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from strategies.core.facts import Home
+from strategies.core.facts import Tier
 from strategies.core.sizes import human
 from strategies.engine import AdamW, stow
 from tests.helpers.tiny import run_config
@@ -24,7 +24,7 @@ sizes |= {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 512, "m
 options = {"model": {"attn_implementation": attention}, "data": {"packing": True, "max_length": length}}
 config = run_config(sizes, strategies={"offload": {}}, per_device_train_batch_size=1, **options)
 plan = plan_of(config, Ranks(), probe())
-planned = plan.peak(Home.DEVICE) - plan.addresses.num_bytes(Home.DEVICE)  # what a step needs beside the arena
+planned = plan.peak(Tier.DEVICE) - plan.addresses.num_bytes(Tier.DEVICE)  # what a step needs beside the arena
 print(f"{attention}, {documents} documents in {length:,} tokens: planned {human(planned)} beside the arena", flush=True)
 if "--plan" in sys.argv:
     sys.exit()

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, parks_in_copy, rounded_to_fetch
 from deepstow.strategies.core.leads import leads
 from deepstow.strategies.core.moments import HOST_CHUNK, MomentsAs, blocks_of
-from deepstow.strategies.core.plan import Home
+from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.engine.buckets.gradient_state import GradientState
 from deepstow.strategies.engine.buckets.jobs import Job
 from deepstow.strategies.engine.buckets.pieces import Piece, pieces_of
@@ -150,7 +150,7 @@ class BucketState:
 
     @property
     def grads_on_host(self) -> bool:
-        return self.spec.grad_home is Home.HOST
+        return self.spec.grad_tier is Tier.HOST
 
     @property
     def is_shared(self) -> bool:  # several ranks hold a span each

@@ -35,12 +35,12 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core.addresses import Addresses, Spot
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, aligned
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.tensors.nested import tensors_in
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_for
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer, transfer_for
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class HostRoom:
         before can still be read. Returns when no copy uses the former arena.
         """
         if self._transfer is not None and self._arena is not None:
-            self._transfer.host_wait(self._transfer.record(Lane.DOWN), self._transfer.record(Lane.UP))
+            self._transfer.host_wait(self._transfer.record(Stream.DOWN), self._transfer.record(Stream.UP))
         self._transfer = self._transfer or transfer
         self._arena = arena  # it stays pinned as long as it is referenced
         self._memory = None if arena is None else arena.of("", Item.SAVED, torch.uint8)
@@ -138,10 +138,10 @@ class HostRoom:
         transfer, memory = self._transfer, self._memory[start : start + tensor.nbytes].view(tensor.dtype)
         sent = Sent(self, memory, tensor)
         self._slots.append((start + aligned(tensor.nbytes), weakref.ref(sent)))
-        transfer.uses(Lane.COMPUTE, writes=[source])
-        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), self._last_up)
-        transfer.copy(Lane.DOWN, memory, source)
-        self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Lane.DOWN)))
+        transfer.uses(Stream.COMPUTE, writes=[source])
+        transfer.wait(Stream.DOWN, transfer.record(Stream.COMPUTE), self._last_up)
+        transfer.copy(Stream.DOWN, memory, source)
+        self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Stream.DOWN)))
         self._sent.setdefault(self._block, []).append(weakref.ref(sent))
         return sent
 
@@ -171,8 +171,8 @@ class HostRoom:
         self._leaving = [one for one in self._leaving if before is not None and one.block >= before]
         for one in gone:
             assert self._transfer is not None
-            self._transfer.wait(Lane.COMPUTE, one.event)
-            self._transfer.uses(Lane.COMPUTE, writes=[flat(one.tensor)])  # by whoever gets the memory next
+            self._transfer.wait(Stream.COMPUTE, one.event)
+            self._transfer.uses(Stream.COMPUTE, writes=[flat(one.tensor)])  # by whoever gets the memory next
             unwritten(one.tensor, one.version)
         self._forget()
 
@@ -191,10 +191,10 @@ class HostRoom:
         transfer, tensor = self._transfer, sent.allocate()
         target = flat(tensor)
         assert target is not None
-        transfer.uses(Lane.COMPUTE, writes=[target])  # by whoever had the memory before
-        transfer.wait(Lane.UP, transfer.record(Lane.COMPUTE))
-        transfer.copy(Lane.UP, target, sent.memory)
-        sent.tensor, sent.up = tensor, transfer.record(Lane.UP)
+        transfer.uses(Stream.COMPUTE, writes=[target])  # by whoever had the memory before
+        transfer.wait(Stream.UP, transfer.record(Stream.COMPUTE))
+        transfer.copy(Stream.UP, target, sent.memory)
+        sent.tensor, sent.up = tensor, transfer.record(Stream.UP)
         self._last_up = sent.up
         self._coming.append((weakref.ref(sent), tensor, sent.up))
 
@@ -206,8 +206,8 @@ class HostRoom:
             self._fetch(sent)
         tensor, sent.tensor = sent.tensor, None
         assert tensor is not None
-        self._transfer.wait(Lane.COMPUTE, sent.up)
-        self._transfer.uses(Lane.COMPUTE, reads=[flat(tensor)])
+        self._transfer.wait(Stream.COMPUTE, sent.up)
+        self._transfer.uses(Stream.COMPUTE, reads=[flat(tensor)])
         self._coming = [one for one in self._coming if one[1] is not tensor]
         return tensor
 
@@ -218,12 +218,12 @@ class HostRoom:
             if one[0]() is not None:
                 self._coming.append(one)
             elif self._transfer is not None:
-                self._transfer.wait(Lane.COMPUTE, one[2])
+                self._transfer.wait(Stream.COMPUTE, one[2])
 
 
 def arena_of_saved(num_bytes: int, device: torch.device) -> Arena:
     """A pinned arena on the host for saved tensors alone."""
-    arena = Arena(Addresses({Home.HOST: num_bytes}, {("", Item.SAVED): Spot(Home.HOST, 0, num_bytes)}), device)
+    arena = Arena(Addresses({Tier.HOST: num_bytes}, {("", Item.SAVED): Spot(Tier.HOST, 0, num_bytes)}), device)
     arena.pin()
     return arena
 

@@ -1,4 +1,4 @@
-"""The arenas: one stretch of memory per home, reserved once. Nothing else in the engine allocates buffers.
+"""The arenas: one stretch of memory per tier, reserved once. Nothing else in the engine allocates buffers.
 
 A caching allocator rounds up and fragments, and torch's pinned one makes 32 GiB of 20. A plan has every address.
 
@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from deepstow.strategies.core.addresses import Addresses, Spot
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES, Item
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.accelerator import Driver, row_of
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse
-HOMES = (Home.DEVICE, Home.HOST)
+TIERS = (Tier.DEVICE, Tier.HOST)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -114,30 +114,30 @@ def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
 
 
 class Arena:
-    """The arenas of one rank, one per home, cut up as ``addresses`` says. ``common``: the first bytes of the host's, if
+    """The arenas of one rank, one per tier, cut up as ``addresses`` says. ``common``: the first bytes of the host's, if
     they are memory that other ranks read.
     """
 
     def __init__(self, addresses: Addresses, device: torch.device, common: Tensor | None = None) -> None:
         self.addresses, self._common = addresses, common
         self._first = 0 if common is None else common.numel()
-        device_owner, host_owner = (f"the {home.value} arena ({self._contents(home)})" for home in HOMES)
-        num_bytes = self.num_bytes(Home.DEVICE)
+        device_owner, host_owner = (f"the {tier.value} arena ({self._contents(tier)})" for tier in TIERS)
+        num_bytes = self.num_bytes(Tier.DEVICE)
         try:
             self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
             raise OutOfMemoryError(f"{device_owner} needs {human(num_bytes)}: {error}") from None
-        self._host = HostMemory(self.num_bytes(Home.HOST) - self._first, device, host_owner)
+        self._host = HostMemory(self.num_bytes(Tier.HOST) - self._first, device, host_owner)
 
-    def num_bytes(self, home: Home) -> int:
-        return self.addresses.num_bytes(home)
+    def num_bytes(self, tier: Tier) -> int:
+        return self.addresses.num_bytes(tier)
 
     def of(self, bucket: str, item: Item, dtype: torch.dtype) -> Tensor | None:
         """The flat view of one item of one bucket, in whole elements; None if the layout gives it no memory."""
         spot = self.addresses.spots.get((bucket, item))
         if spot is None:
             return None
-        if spot.home is Home.DEVICE:
+        if spot.tier is Tier.DEVICE:
             return self._device[spot.offset : spot.end].view(dtype)
         if self._common is not None and spot.offset < self._first:
             return self._common[spot.offset : spot.end].view(dtype)
@@ -150,8 +150,8 @@ class Arena:
 
     def owners(self) -> Iterator[str]:
         """What each arena holds, by kind of memory, as lines for people."""
-        for home in self.addresses.arena_bytes:
-            yield f"{home.value} arena {human(self.num_bytes(home))}: {self._contents(home)}"
+        for tier in self.addresses.arena_bytes:
+            yield f"{tier.value} arena {human(self.num_bytes(tier))}: {self._contents(tier)}"
 
     def pin(self) -> None:
         """Pin the host's arena if the driver needs it, without what other ranks read.
@@ -161,7 +161,7 @@ class Arena:
         """
         starts = set[int]()
         for (_, item), spot in self.addresses.spots.items():
-            if spot.home is Home.HOST and spot.offset >= self._first:
+            if spot.tier is Tier.HOST and spot.offset >= self._first:
                 step = PIECE_BYTES if item is Item.SAVED else max(spot.num_bytes, 1)  # those keep to ``borders``
                 starts.update(range(spot.offset - self._first, spot.end - self._first, step))
         self._host.pin(starts)
@@ -170,9 +170,9 @@ class Arena:
         """Give pinned pages back to the system. The views stay valid, the pages are pageable again."""
         self._host.release()
 
-    def _contents(self, home: Home) -> str:
-        """The kinds of memory at one home with their sizes, largest first. Shared slots count once."""
-        spots = {(item, spot) for (_, item), spot in self.addresses.spots.items() if spot.home is home}
+    def _contents(self, tier: Tier) -> str:
+        """The kinds of memory at one tier with their sizes, largest first. Shared slots count once."""
+        spots = {(item, spot) for (_, item), spot in self.addresses.spots.items() if spot.tier is tier}
         sizes: Counter[str] = Counter()
         for item, spot in spots:
             sizes[item.value] += spot.num_bytes

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepstow.strategies.core.addresses import Spot
-from deepstow.strategies.core.facts import IN_ORDER, Home
+from deepstow.strategies.core.facts import IN_ORDER, Tier
 from deepstow.strategies.core.layout import aligned
 from deepstow.strategies.core.processes import started_at
 from deepstow.strategies.engine.memory.arena import HostMemory
@@ -51,7 +51,7 @@ class CommonHost:
                 f"ranks cannot read each other's memory: {platform.machine()} may reorder writes: {CURE}"
             )
         self._device = device
-        self._size = num_bytes + aligned(8 * num_buckets + TOKEN_BYTES, Home.HOST)
+        self._size = num_bytes + aligned(8 * num_buckets + TOKEN_BYTES, Tier.HOST)
         self._file = os.memfd_create("deepstow-weights")
         os.ftruncate(self._file, self._size)
         self._own = self._map(self._file)

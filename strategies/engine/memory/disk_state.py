@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepstow.strategies.core.facts import Home
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, Layout, aligned
 from deepstow.strategies.core.on_disk import pieces_on_disk, state_file_bytes
 from deepstow.strategies.engine.memory.arena import Arena
@@ -92,7 +92,7 @@ class DiskState:
         size = max(layout.window_of(bucket)[1] for bucket in layout.buckets if bucket.state_on_disk)
         for number, (index, piece) in enumerate(pieces_on_disk(layout)):
             numbers, count = layout.moments + layout.buckets[index].mixed, piece.stop - piece.start
-            memory = window[piece.slot * size :][: aligned(4 * numbers * count, Home.HOST)]
+            memory = window[piece.slot * size :][: aligned(4 * numbers * count, Tier.HOST)]
             self._places.append((self._slots[piece.slot], memory, piece.offset))
             self._pieces[index] = range(self._pieces[index].start if index in self._pieces else number, number + 1)
             state = list(memory.view(torch.float32)[: numbers * count].view(numbers, count))

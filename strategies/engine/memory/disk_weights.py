@@ -39,7 +39,7 @@ from deepstow.strategies.core.on_disk import weight_bytes_on_disk, weight_file_b
 from deepstow.strategies.engine.memory import disk_state
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.scratch_file import ScratchFile, StripedFile
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 
 Updated: TypeAlias = tuple[bool, Event]  # whether an update changed the weight, and the event after it
 WRITES = "stow-write"  # names of threads
@@ -165,7 +165,7 @@ class DiskWeights:
         if rewrite is not None:
             rewrite.result()
         self._transfer.host_wait(left)
-        self._transfer.uses(Lane.HOST, writes=[memory])
+        self._transfer.uses(Stream.HOST, writes=[memory])
         file.read(memory, offset)
 
     def _write(self, index: int, update: Future[Updated], read: Future[None] | None) -> Updated:
@@ -175,10 +175,10 @@ class DiskWeights:
         if read is not None:
             read.result()
         (_, new), (_, _, file, offset) = self._new[index], self._places[index]
-        self._transfer.uses(Lane.HOST, reads=[new])
+        self._transfer.uses(Stream.HOST, reads=[new])
         self._first.run(partial(file.write, new, offset))
         self._first.refuse()
-        return changed, self._transfer.record(Lane.HOST)
+        return changed, self._transfer.record(Stream.HOST)
 
     def close(self) -> None:
         for thread in (*self._drives, *(slot.thread for slot in self._slots)):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.ranks.two_level import TwoLevel
 from deepstow.strategies.engine.tensors.parameters import is_placeholder
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 
 if TYPE_CHECKING:
     from deepstow.strategies.engine.memory.arena import Arena
@@ -72,12 +72,12 @@ class OneRank:
 
     def bring(self, bucket: BucketState, source: Tensor) -> None:
         """UP copies the newest weights into the home; ``source``: this rank's span of them, on the host."""
-        self._transfer.copy(Lane.UP, bucket.own(bucket.weight), source)
+        self._transfer.copy(Stream.UP, bucket.own(bucket.weight), source)
         self.brought(bucket)
 
     def brought(self, bucket: BucketState) -> None:
         """UP has been given the copies of this rank's span; those of the others come, too."""
-        bucket.arrived = self._transfer.record(Lane.UP)
+        bucket.arrived = self._transfer.record(Stream.UP)
 
     def gather(self, bucket: BucketState) -> None:
         """Bring the other ranks' spans of the home, where its own has the newest weights."""

@@ -13,9 +13,9 @@ adds in an order of its own. With ``strategies.collectives`` ranks of a machine 
 parameter needs all its elements in one place: most have one owner; of one that is cut the owner of its first elements
 gets the others' sums, behind its own span in the slot.
 
-Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
-the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
-the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE: weights
+Ordering. All are on the stream NET of one process group. Every rank issues them in the same order, which follows
+from the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before
+NET: the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE: weights
 are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET writes
 others.
 
@@ -57,7 +57,7 @@ from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.common_host import CommonHost
 from deepstow.strategies.engine.ranks.replicas import OneRank, Place, Replicas
 from deepstow.strategies.engine.ranks.two_level import TwoLevel
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 
 REMEMBERED = 10_000  # of what ranks compare, for the message; a long evaluation has more
@@ -117,8 +117,8 @@ class Shares(Replicas):
         assert self._common_host is not None
         self._common_host.wait(bucket.index, bucket.replaced)
         for home, span in zip(bucket.weight.split(bucket.spec.share), bucket.sources, strict=True):
-            self._transfer.copy(Lane.UP, home, span)
-        bucket.arrived = self._transfer.record(Lane.UP)
+            self._transfer.copy(Stream.UP, home, span)
+        bucket.arrived = self._transfer.record(Stream.UP)
 
     def written(self, bucket: BucketState, after: Event | None = None) -> None:
         host, replaced = self._common_host, bucket.replaced
@@ -136,7 +136,7 @@ class Shares(Replicas):
 
     def stop_reading(self) -> None:
         if self._common_host is not None:
-            self._transfer.host_wait(self._transfer.record(Lane.UP))
+            self._transfer.host_wait(self._transfer.record(Stream.UP))
             dist.barrier(group=self._hosts)
 
     def brought(self, bucket: BucketState) -> None:
@@ -147,14 +147,14 @@ class Shares(Replicas):
         transfer, home, own = self._transfer, bucket.weight, bucket.own(bucket.weight)
         first = self.rank * bucket.spec.share
         self.note("gathered", bucket.name)
-        transfer.wait(Lane.NET, bucket.arrived, bucket.used)
-        transfer.uses(Lane.NET, reads=[own], writes=[home[:first], home[first + bucket.spec.share :]])
-        with transfer.on(Lane.NET):
+        transfer.wait(Stream.NET, bucket.arrived, bucket.used)
+        transfer.uses(Stream.NET, reads=[own], writes=[home[:first], home[first + bucket.spec.share :]])
+        with transfer.on(Stream.NET):
             if self._two_level is None:
                 dist.all_gather_into_tensor(home, own, group=self._group)
             else:
                 self._two_level.gather(home)
-        bucket.arrived = transfer.record(Lane.NET)
+        bucket.arrived = transfer.record(Stream.NET)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -183,25 +183,25 @@ class Shares(Replicas):
         if self.exchange is None or bucket.grad is None:
             return False
         self._let_net_have(bucket)
-        with self._transfer.on(Lane.NET):
+        with self._transfer.on(Stream.NET):
             found = super()._exchanged(bucket)
             if found and True in self._scaled:  # losses were divided, so these are means of what is to be summed
                 bucket.grad.mul_(self.ranks)
-        self._transfer.uses(Lane.NET, writes=[bucket.grad] if found else [])
-        self._transfer.wait(Lane.COMPUTE, self._transfer.record(Lane.NET))
+        self._transfer.uses(Stream.NET, writes=[bucket.grad] if found else [])
+        self._transfer.wait(Stream.COMPUTE, self._transfer.record(Stream.NET))
         return found
 
     def _let_net_have(self, bucket: BucketState) -> None:
         """The gradient, which COMPUTE has written."""
-        self._transfer.wait(Lane.NET, self._transfer.record(Lane.COMPUTE))
+        self._transfer.wait(Stream.NET, self._transfer.record(Stream.COMPUTE))
         if bucket.sources:  # gradients may take their place, which all ranks have read by then
-            self._transfer.wait(Lane.NET, bucket.arrived)
+            self._transfer.wait(Stream.NET, bucket.arrived)
 
     def _add_spans(self, bucket: BucketState, grad: Tensor) -> None:
         if True not in self._scaled:
             grad.div_(self.ranks)
         self._let_net_have(bucket)
-        self._transfer.uses(Lane.NET, reads=[grad])
+        self._transfer.uses(Stream.NET, reads=[grad])
         if self._received is None:
             self._add_on_the_way(bucket, grad)
         elif self._two_level is None:
@@ -214,11 +214,11 @@ class Shares(Replicas):
     def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         transfer, own, share = self._transfer, bucket.own(grad), bucket.spec.share
         received = memory.view(grad.dtype)[: bucket.spec.num_elements]
-        transfer.uses(Lane.NET, writes=[received])
-        with transfer.on(Lane.NET):
+        transfer.uses(Stream.NET, writes=[received])
+        with transfer.on(Stream.NET):
             dist.all_to_all_single(received, grad, group=self._group)
-        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
-        transfer.uses(Lane.COMPUTE, reads=[received], writes=[grad])
+        transfer.wait(Stream.COMPUTE, transfer.record(Stream.NET))
+        transfer.uses(Stream.COMPUTE, reads=[received], writes=[grad])
         first, *others = received.split(share)
         own.copy_(first)
         for other in others:
@@ -227,18 +227,18 @@ class Shares(Replicas):
     def _add_by_machines(self, two_level: TwoLevel, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         """Sums are on NET as well, between its messages; they overwrite the spans of other ranks."""
         received = memory.view(grad.dtype)[: bucket.spec.num_elements]
-        self._transfer.uses(Lane.NET, writes=[received, grad])
-        with self._transfer.on(Lane.NET):
+        self._transfer.uses(Stream.NET, writes=[received, grad])
+        with self._transfer.on(Stream.NET):
             two_level.sum_to_owners(grad, received)
-        self._transfer.wait(Lane.COMPUTE, self._transfer.record(Lane.NET))
+        self._transfer.wait(Stream.COMPUTE, self._transfer.record(Stream.NET))
 
     def _add_on_the_way(self, bucket: BucketState, grad: Tensor) -> None:
         """In place, as NCCL and gloo allow where the result is this rank's span of what is sent."""
         transfer, own = self._transfer, bucket.own(grad)
-        transfer.uses(Lane.NET, writes=[own])
-        with transfer.on(Lane.NET):
+        transfer.uses(Stream.NET, writes=[own])
+        with transfer.on(Stream.NET):
             dist.reduce_scatter_tensor(own, grad, group=self._group)
-        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
+        transfer.wait(Stream.COMPUTE, transfer.record(Stream.NET))
 
     def _complete_the_last(self, bucket: BucketState, grad: Tensor) -> None:
         """What the other ranks have of the parameter that goes on behind this rank's span comes there, for its norm.
@@ -250,11 +250,11 @@ class Shares(Replicas):
         to, size = heads[self.rank]
         sends = [size if rank == to else 0 for rank in range(self.ranks)]
         behind = grad[(self.rank + 1) * spec.share :][: sum(gets)]
-        transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
-        transfer.uses(Lane.NET, reads=[own[:size]], writes=[behind])
-        with transfer.on(Lane.NET):
+        transfer.wait(Stream.NET, transfer.record(Stream.COMPUTE))
+        transfer.uses(Stream.NET, reads=[own[:size]], writes=[behind])
+        with transfer.on(Stream.NET):
             dist.all_to_all_single(behind, own[:size], gets, sends, group=self._group)
-        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
+        transfer.wait(Stream.COMPUTE, transfer.record(Stream.NET))
 
     def end_backward(self, order: Sequence[Place]) -> None:
         self._refuse_other_paths()

@@ -26,7 +26,7 @@ from deepstow.strategies.engine.memory.stretches import AtHand
 from deepstow.strategies.engine.tensors.loans import LentParameter
 from deepstow.strategies.engine.tensors.nested import same_bits
 from deepstow.strategies.engine.tensors.parameters import RAW_DATA, Copied
-from deepstow.strategies.engine.transfer.transfer import Lane
+from deepstow.strategies.engine.transfer.transfer import Stream
 from deepstow.strategies.engine.updating.chunks import Chunk
 
 SWAPPED = (
@@ -130,7 +130,7 @@ class StateAccess(Copied):
         if loan is not None and loan.data_ptr() != value.data_ptr():
             loan.copy_(value)
         self.engine.ranks.written(bucket)
-        bucket.used = self.engine.transfer.record(Lane.COMPUTE)
+        bucket.used = self.engine.transfer.record(Stream.COMPUTE)
         self._restore(param)
 
     def keep_edits(self) -> None:
@@ -182,7 +182,7 @@ class StateAccess(Copied):
             for param in params:
                 bucket, index = self.out.pop(param)
                 bucket.views.take_back(index)
-                bucket.used = self.engine.transfer.record(Lane.COMPUTE)  # after all reads and writes by outside code
+                bucket.used = self.engine.transfer.record(Stream.COMPUTE)  # after all reads and writes by outside code
 
     def end_module_loans(self, *modules: int) -> None:
         """The state dicts of ``modules``, by id and by default of all, were made or interrupted."""

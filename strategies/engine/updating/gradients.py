@@ -31,7 +31,7 @@ from deepstow.strategies.core.layout import Layout, Site
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.ranks.replicas import OneRank, Place
 from deepstow.strategies.engine.tensors.parameters import on_gradient, take_grad
-from deepstow.strategies.engine.transfer.transfer import Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.gradients_down import GradientsDown
 from deepstow.strategies.engine.updating.norms import TotalNorm, norms_of, together
@@ -130,9 +130,9 @@ class Gradients:
         if bucket.spec.grad_passes:
             self._enter_slot(bucket)
         else:  # a gradient that no update has taken may still be on its way down
-            self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
+            self._transfer.wait(Stream.COMPUTE, bucket.grads.sent)
         place = bucket.shaped(bucket.grad, index)
-        self._transfer.uses(Lane.COMPUTE, writes=[bucket.grad])
+        self._transfer.uses(Stream.COMPUTE, writes=[bucket.grad])
         if index in bucket.grads.touched and not bucket.spec.grad_passes:
             place.add_(grad)
         else:
@@ -153,7 +153,7 @@ class Gradients:
                     f"parameter has none, or both get theirs at once): set strategies.offload.gradients: device"
                 )
             self._down.send(former)  # incomplete: send what has landed
-        self._updates.enter_slot(bucket, Lane.COMPUTE)
+        self._updates.enter_slot(bucket, Stream.COMPUTE)
 
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
@@ -283,14 +283,14 @@ class Gradients:
         self._transfer.host_wait(bucket.grads.sent)
         if not bucket.spec.grad_passes:
             assert bucket.grad is not None
-            self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
-            self._transfer.uses(Lane.COMPUTE, writes=[bucket.grad])
+            self._transfer.wait(Stream.COMPUTE, bucket.grads.sent)
+            self._transfer.uses(Stream.COMPUTE, writes=[bucket.grad])
             bucket.shaped(bucket.grad, index).copy_(value)
         if index in bucket.grads.summed:
             assert bucket.parked is not None
-            self._transfer.uses(Lane.HOST, writes=[bucket.parked])
+            self._transfer.uses(Stream.HOST, writes=[bucket.parked])
             bucket.shaped(bucket.parked, index).copy_(value)
-            self._transfer.wait(Lane.UP, self._transfer.record(Lane.HOST))
+            self._transfer.wait(Stream.UP, self._transfer.record(Stream.HOST))
         bucket.grads.rewritten(index, *norms_of([value]))
 
     def _refuse_shared(self, bucket: BucketState, index: int) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.norms import norms_of
 
@@ -61,19 +61,19 @@ class GradientsDown:
     def _keep(self, bucket: BucketState, source: Tensor) -> None:
         """This rank keeps its span of the sum, so that the slot is free for others: on COMPUTE, as the update is."""
         assert bucket.parked is not None
-        self._transfer.uses(Lane.COMPUTE, reads=[source], writes=[bucket.parked])
+        self._transfer.uses(Stream.COMPUTE, reads=[source], writes=[bucket.parked])
         bucket.parked.copy_(source)
-        bucket.grads.send(sent=self._transfer.record(Lane.COMPUTE))
+        bucket.grads.send(sent=self._transfer.record(Stream.COMPUTE))
 
     def send_direct(self, bucket: BucketState, index: int, grad: Tensor) -> None:
         """DOWN with the gradient of one parameter, whose memory is free when this returns."""
         if self._accumulation == 1:
             bucket.grads.measured([index], norms_of([grad]))
         (piece,), source = bucket.pieces_in([index]), grad.reshape(-1)
-        self._transfer.uses(Lane.COMPUTE, writes=[source])
+        self._transfer.uses(Stream.COMPUTE, writes=[source])
         self._copy(bucket, [index], [(slice(piece.at, piece.at + piece.size), source)])
-        self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
-        self._transfer.uses(Lane.COMPUTE, writes=[source])  # by whoever gets the memory next
+        self._transfer.wait(Stream.COMPUTE, bucket.grads.sent)
+        self._transfer.uses(Stream.COMPUTE, writes=[source])  # by whoever gets the memory next
 
     def _copy(self, bucket: BucketState, leaving: list[int], parts: Sequence[tuple[slice, Tensor]]) -> None:
         """Copies of ``leaving``: ``parts`` are places in PARKED, or in ARRIVAL, with what goes there."""
@@ -84,17 +84,17 @@ class GradientsDown:
         if adds:
             former = self._arrivals.pop(target.data_ptr(), None)
             if former is not None:
-                transfer.wait(Lane.DOWN, former.result())
+                transfer.wait(Stream.DOWN, former.result())
         else:
             self._enter_slot(bucket, target)
         if not adds and grads.added is not None:  # done long ago: an update has read PARKED since
-            transfer.wait(Lane.DOWN, grads.added.result())
-        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
+            transfer.wait(Stream.DOWN, grads.added.result())
+        transfer.wait(Stream.DOWN, transfer.record(Stream.COMPUTE), bucket.arrived)
         if bucket.parks_in_copy:
             bucket.give_up_copy()
         for place, source in parts:
-            transfer.copy(Lane.DOWN, target[place], source)
-        grads.send(sent=transfer.record(Lane.DOWN))
+            transfer.copy(Stream.DOWN, target[place], source)
+        grads.send(sent=transfer.record(Stream.DOWN))
         if adds:
             work = partial(self._add, bucket, target, leaving, summed, grads.sent)
             added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
@@ -107,10 +107,10 @@ class GradientsDown:
         if former is bucket:
             return
         if former.grads.taken is not None:
-            self._transfer.wait(Lane.DOWN, former.grads.taken.result()[1])
+            self._transfer.wait(Stream.DOWN, former.grads.taken.result()[1])
             if former.spec.mixed and former.spec.resident:
                 self._settle(former)
-                self._transfer.wait(Lane.DOWN, former.arrived)
+                self._transfer.wait(Stream.DOWN, former.arrived)
         elif former.grads.summed:  # and not submitted
             raise RuntimeError(
                 f"{bucket.name} needs the place of the gradients of {former.name}, of which not all have come (a "
@@ -122,7 +122,7 @@ class GradientsDown:
     ) -> Event:
         assert bucket.parked is not None
         self._transfer.host_wait(sent)
-        self._transfer.uses(Lane.HOST, reads=[arrival], writes=[bucket.parked])
+        self._transfer.uses(Stream.HOST, reads=[arrival], writes=[bucket.parked])
         for change, some in (
             (torch._foreach_add_, summed.intersection(indices)),
             (torch._foreach_copy_, frozenset(indices) - summed),
@@ -130,7 +130,7 @@ class GradientsDown:
             places = [slice(piece.at, piece.at + piece.size) for piece in bucket.pieces_in(some)]
             if places:
                 change([bucket.parked[place] for place in places], [arrival[place] for place in places])
-        return self._transfer.record(Lane.HOST)
+        return self._transfer.record(Stream.HOST)
 
     def measure(self, bucket: BucketState) -> None:
         """Let the worker compute the norms of gradients that were summed on the host."""

@@ -11,7 +11,7 @@ NaN.
 In mixed precision the update reads the gradient in chunks, as fp32, through scratch memory; the gradient is never
 copied whole. Host updates of residents write the new weight over the gradient they have read (PARKED).
 
-Ordering, by memory that two lanes touch:
+Ordering, by memory that two streams touch:
     visit slot   UP writes after DOWN has stored the slot's former bucket (``stored``, which came after its ``used``);
                  COMPUTE after UP (``arrived``, which came after ``stored`` of overlapping buckets); DOWN after COMPUTE
                  (``used``)
@@ -48,7 +48,7 @@ from deepstow.strategies.engine.buckets.jobs import Job, Scale
 from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
 from deepstow.strategies.engine.ranks.replicas import OneRank
 from deepstow.strategies.engine.residency import Residency
-from deepstow.strategies.engine.transfer.transfer import Event, Lane, Transfer
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.chunks import Chunk, chunks_of
 from deepstow.strategies.engine.updating.moments import Moments
@@ -97,16 +97,16 @@ class Updates:
             self._visit(bucket)
         if bucket.grads_on_host:
             assert bucket.grad is not None and bucket.parked is not None
-            self.enter_slot(bucket, Lane.UP)
+            self.enter_slot(bucket, Stream.UP)
             if bucket.grads.added is not None:
-                transfer.wait(Lane.UP, bucket.grads.added.result())
-            transfer.copy(Lane.UP, bucket.own(bucket.grad), bucket.parked)
+                transfer.wait(Stream.UP, bucket.grads.added.result())
+            transfer.copy(Stream.UP, bucket.own(bucket.grad), bucket.parked)
         if not bucket.present and not bucket.spec.resident:  # last: UP waits until the home is free
             self._residency.claim(bucket)
             if not bucket.spec.mixed:  # in fp32 the weight is the master; else it is written from the master
                 assert bucket.copy is not None
-                transfer.copy(Lane.UP, bucket.own(bucket.weight), bucket.copy)
-        bucket.begin_visit(arrived=transfer.record(Lane.UP))
+                transfer.copy(Stream.UP, bucket.own(bucket.weight), bucket.copy)
+        bucket.begin_visit(arrived=transfer.record(Stream.UP))
 
     def _visit(self, bucket: BucketState) -> None:
         assert bucket.visit is not None
@@ -114,9 +114,9 @@ class Updates:
         if former.pending is Pending.VISITING:
             self.settle(former)
         self._visiting[bucket.visit.data_ptr()] = bucket
-        self._transfer.wait(Lane.UP, former.stored, bucket.stored)  # what is stored was used before
+        self._transfer.wait(Stream.UP, former.stored, bucket.stored)  # what is stored was used before
         for place, state in zip(_visit_views(bucket), bucket.states(), strict=True):
-            self._transfer.copy(Lane.UP, place, state)
+            self._transfer.copy(Stream.UP, place, state)
 
     def may_begin(self, bucket: BucketState) -> bool:
         """Whether no slot that ``begin`` needs is used by an update under way."""
@@ -125,15 +125,15 @@ class Updates:
             former.append(self.slots.get(bucket.grad.data_ptr()))
         return not any(other is not None and other.pending is Pending.VISITING for other in former)
 
-    def enter_slot(self, bucket: BucketState, lane: Lane) -> None:
-        """Let ``lane`` write the gradient slot of ``bucket``, after all copies and kernels of its former bucket."""
+    def enter_slot(self, bucket: BucketState, stream: Stream) -> None:
+        """Let ``stream`` write the gradient slot of ``bucket``, after all copies and kernels of its former bucket."""
         assert bucket.grad is not None
         former = self.slots.get(bucket.grad.data_ptr())
         if former is not None and former is not bucket:
             if former.pending is Pending.VISITING:
                 self.settle(former)
-            self._transfer.wait(lane, former.grads.sent, former.used)
-        self._transfer.wait(lane, bucket.grads.sent)
+            self._transfer.wait(stream, former.grads.sent, former.used)
+        self._transfer.wait(stream, bucket.grads.sent)
         self.slots[bucket.grad.data_ptr()] = bucket
 
     def settle(self, bucket: BucketState) -> None:
@@ -149,13 +149,13 @@ class Updates:
     def _on_device(self, bucket: BucketState) -> None:
         job, transfer = bucket.job, self._transfer
         assert job is not None and bucket.grad is not None
-        transfer.wait(Lane.COMPUTE, bucket.arrived, bucket.stored)
+        transfer.wait(Stream.COMPUTE, bucket.arrived, bucket.stored)
         state = _visit_views(bucket) if bucket.visit is not None else bucket.states()
         weight, grad = bucket.own(bucket.weight), bucket.own(bucket.grad)
         if bucket.spec.grad_split:
             assert bucket.parked is not None
             grad = bucket.parked
-        transfer.uses(Lane.COMPUTE, reads=[grad], writes=[bucket.weight, *state])
+        transfer.uses(Stream.COMPUTE, reads=[grad], writes=[bucket.weight, *state])
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
         master, *moments = state if mixed else [weight, *state]
         whole = Stretch(0, bucket.spec.share, master, moments, in_memory)
@@ -166,17 +166,17 @@ class Updates:
             )  # fmt: skip
         if mixed:
             bucket.round_stretch(weight, whole)
-        bucket.settled_on_device(used=transfer.record(Lane.COMPUTE))
+        bucket.settled_on_device(used=transfer.record(Stream.COMPUTE))
         self._ranks.gather(bucket)
         if bucket.visit is None and bucket.copy is None:
             return
-        transfer.wait(Lane.DOWN, bucket.used)
+        transfer.wait(Stream.DOWN, bucket.used)
         if bucket.visit is not None:
             for place, target in zip(state, bucket.states(), strict=True):
-                transfer.copy(Lane.DOWN, target, place)
+                transfer.copy(Stream.DOWN, target, place)
         if bucket.copy is not None and not bucket.copy_passes:
-            transfer.copy(Lane.DOWN, bucket.copy, weight)
-        bucket.write_back(stored=transfer.record(Lane.DOWN))
+            transfer.copy(Stream.DOWN, bucket.copy, weight)
+        bucket.write_back(stored=transfer.record(Stream.DOWN))
         self._ranks.written(bucket, bucket.stored)
 
     def _known_bad(self, scale: Scale) -> bool:
@@ -190,7 +190,7 @@ class Updates:
         """In the worker: compute the update. Returns whether it changed the weights, and the event after it."""
         updated = self._compute_on_host(bucket, job, waits)
         self._ranks.written(bucket)
-        return updated, self._transfer.record(Lane.HOST)
+        return updated, self._transfer.record(Stream.HOST)
 
     def _compute_on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> bool:
         transfer, parked = self._transfer, bucket.parked
@@ -198,7 +198,7 @@ class Updates:
         assert parked is not None
         if self._known_bad(job.scale):
             if bucket.parks_in_copy:  # the gradient has overwritten the weight
-                transfer.uses(Lane.HOST, writes=[parked])
+                transfer.uses(Stream.HOST, writes=[parked])
                 bucket.round_masters(parked)
             return False
         for stretch in bucket.stretches():
@@ -206,7 +206,7 @@ class Updates:
                 self._apply_on_host(bucket, job, parked, stretch)
                 if bucket.spec.mixed and not bucket.copy_passes:
                     assert bucket.new is not None
-                    transfer.uses(Lane.HOST, writes=[bucket.new])
+                    transfer.uses(Stream.HOST, writes=[bucket.new])
                     bucket.round_stretch(bucket.new, stretch)
         return True
 
@@ -214,7 +214,7 @@ class Updates:
         if stretch.master is None:
             assert bucket.copy is not None
             stretch = stretch.of_masters(bucket.copy)
-        self._transfer.uses(Lane.HOST, reads=[parked], writes=[stretch.master, *stretch.moments])
+        self._transfer.uses(Stream.HOST, reads=[parked], writes=[stretch.master, *stretch.moments])
         factor = None if job.scale.factor is None else job.scale.on_host[0]
         self._apply(bucket, job, parked, stretch, self._host_scratch, factor)
 
@@ -222,7 +222,7 @@ class Updates:
         assert bucket.future is not None
         updated, done = bucket.future.result()
         bucket.settled_on_host()
-        self._transfer.wait(Lane.UP, done)
+        self._transfer.wait(Stream.UP, done)
         if bucket.spec.resident and updated:
             source = bucket.parked if bucket.spec.mixed else bucket.master
             assert source is not None

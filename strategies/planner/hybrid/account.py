@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Unit
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS
 from deepstow.strategies.core.peak import Saved, backward_peak, forward_peak
-from deepstow.strategies.core.plan import Home, Kind, When
+from deepstow.strategies.core.plan import Kind, Tier, When
 from deepstow.strategies.planner import compressed
 from deepstow.strategies.planner.activation_policy import WORTH_BYTES, by_policy
 from deepstow.strategies.planner.cuts import Schedule
@@ -67,7 +67,7 @@ class Account:
         from_others = slices_bytes(run) * (degrees.sequence > 1) + 2 * rows_bytes(run) * (degrees.experts > 1)
         if degrees.offload is not Stowed.NOTHING:
             return self._offloaded(degrees, model, part, peak + besides + from_others)
-        runtime += _lossy(model.facts, degrees, Home.HOST)
+        runtime += _lossy(model.facts, degrees, Tier.HOST)
         standing, grads, at_step = self._states(degrees, model, part)
         standing += from_others
         if degrees.micro_batches > 1:  # then gradients of all units are there all along
@@ -163,16 +163,16 @@ def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Ki
     return size * sum(-(-(unit.num_params if kind is Kind.PARAM else unit.num_trainable) // ways) for unit in units)
 
 
-def _lossy(facts: Facts, degrees: Degrees, home: Home) -> int:
+def _lossy(facts: Facts, degrees: Degrees, tier: Tier) -> int:
     """Of what a lossy exchange keeps."""
     found = () if degrees.exchange is None else compressed.reserves(degrees.exchanged(facts))
-    return sum(each.num_bytes for each in found if each.home is home)
+    return sum(each.num_bytes for each in found if each.tier is tier)
 
 
 def _messages(facts: Facts, degrees: Degrees) -> Iterator[tuple[When, int]]:
     """What plain training, in a stage of torch's pipeline or with a lossy exchange, sets aside to sum gradients."""
     if degrees.exchange is not None:
         ddp = 0 if degrees.exchange.local_steps else facts.run.trained_bytes * facts.num_trainable
-        yield When.ALWAYS, ddp + _lossy(facts, degrees, Home.DEVICE)
+        yield When.ALWAYS, ddp + _lossy(facts, degrees, Tier.DEVICE)
     else:
         yield When.STEP, message_bytes(facts.run, facts.num_trainable, degrees.copies, shared=degrees.zero > 0)
