@@ -108,7 +108,7 @@ def instance(
         gpu_memory=budget,
         host_memory="1PiB",
         in_backward=ranks == 1 and clip == 0,
-        ways=ranks,
+        shards=ranks,
         splits_gradients=ranks > 1,
         gradients="device" if ranks > 1 and run.accumulation > 1 else "auto",
         common_host=common_host,

@@ -115,6 +115,7 @@ def _planner(asked: list[str], ranks: int) -> Callable[[], Plan]:
     return made
 
 
+RENAMED = {"ways": "shards", "grad_home": "grad_tier"}  # fields of buckets in older records
 OF_A_BUCKET = {field.name for field in fields(Bucket)} - {"units", "sizes", "offsets", "num_elements", "params"}
 
 
@@ -152,12 +153,13 @@ def priced(plan: Plan, choice: Choice) -> float | None:
     """The seconds of ``choice`` by this code's simulator, on the facts and for the keeps of its own ``plan``."""
     if "buckets" not in choice or plan.layout is None or plan.facts.machine.rates is None:
         return None
-    wanted, ways = choice["buckets"], plan.layout.buckets[0].ways
+    wanted, shards = choice["buckets"], plan.layout.buckets[0].shards
     block = block_bytes(plan.facts)
-    own = [plan.layout.buckets, *(form(plan.facts, -(-block // part), ways) for part in (1, *PARTS))]
+    own = [plan.layout.buckets, *(form(plan.facts, -(-block // part), shards) for part in (1, *PARTS))]
     for buckets in own:
         if [(one.params[0], len(one.params)) for one in buckets] == [(one["first"], one["params"]) for one in wanted]:
-            bare = [{key: value for key, value in one.items() if key not in ("first", "params")} for one in wanted]
+            told = [{RENAMED.get(key, key): value for key, value in one.items()} for one in wanted]
+            bare = [{key: value for key, value in one.items() if key not in ("first", "params")} for one in told]
             plain = [_bare(bucket) | one for bucket, one in zip(buckets, bare, strict=True)]
             layout = replace(plan.layout, buckets=tuple(map(TypeAdapter(Bucket).validate_python, plain)))
             return seconds_of(plan.facts_as_kept(), layout, plan.facts.machine.rates)

@@ -348,14 +348,14 @@ class Offload(Strategy):
         yield from (self._refusal("gradients", cure) for cure, is_so in cures.items() if is_so)
 
     def _common_host(self, facts: Facts) -> bool:
-        machine, ways = facts.machine, self._ways(facts.run)
-        if self.gather != "auto" or ways == 1 or 0 < machine.ranks < facts.run.world_size or not machine.in_order:
+        machine, shards = facts.machine, self._shards(facts.run)
+        if self.gather != "auto" or shards == 1 or 0 < machine.ranks < facts.run.world_size or not machine.in_order:
             return self.gather == "host"
         if machine.rates is None:
             return not machine.has_accelerator  # its network is the same memory, read and written once more
-        return from_host(machine.rates, ways)
+        return from_host(machine.rates, shards)
 
-    def _ways(self, run: RunFacts) -> int:
+    def _shards(self, run: RunFacts) -> int:
         """How many ranks hold a span of each bucket."""
         return run.copies if self._stage else 1
 
@@ -366,7 +366,7 @@ class Offload(Strategy):
 
     def _agrees(self, run: RunFacts) -> bool:
         """Whether ranks decide together if a step is skipped."""
-        return max(self._ways(run), run.stages, run.tensor) > 1
+        return max(self._shards(run), run.stages, run.tensor) > 1
 
     def _may_update_in_backward(self, run: RunFacts) -> bool:
         return not self._agrees(run) and run.max_grad_norm == 0 and run.precision is not Precision.FP16
@@ -394,7 +394,7 @@ class Offload(Strategy):
             rounds=self.masters == "bf16",
             fp8=self.frozen_weights == "fp8",
             weights="resident" if decided["weights"] else self.weights,
-            ways=self._ways(facts.run),
+            shards=self._shards(facts.run),
             splits_gradients=self._stage >= 2,
             gradients="device" if decided["gradients"] else self.gradients,
             keeps_copies=self.weight_copies,

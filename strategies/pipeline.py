@@ -180,7 +180,7 @@ class Pipeline(Strategy):
                 unit=unit.name,
                 reason=f"zero stage 1: 1/{run.replicas} per copy of the stage",
                 kind=Kind.MOMENT,
-                ways=run.replicas,
+                shards=run.replicas,
                 element_bytes=plan.share(unit.name, Kind.MOMENT).element_bytes,
             )
         if messages := message_bytes(run, facts.num_trainable, run.replicas, shared=shared):

@@ -240,7 +240,7 @@ class Tensor(Strategy):
         if facts.run.stages > 1:
             for unit in (each for each in facts.units if each.kind is UnitKind.BLOCK):
                 size = plan.share(unit.name, Kind.PARAM).element_bytes
-                yield Share(unit=unit.name, reason=reason, kind=Kind.PARAM, ways=1, element_bytes=size)
+                yield Share(unit=unit.name, reason=reason, kind=Kind.PARAM, shards=1, element_bytes=size)
             return
         if self.chunks is not None:
             size = 2 * boundary_bytes(facts.run) // self._chunks(facts)  # gradients of a chunk, before and behind

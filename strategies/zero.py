@@ -80,8 +80,8 @@ class Zero(Strategy):
         for unit, kind in product(facts.units, Kind):
             split = self.stage >= SPLIT_FROM[kind]
             reason = f"stage {self.stage}: " + (f"1/{run.copies} per rank" if split else "whole on every rank")
-            ways = run.copies if split else 1
-            yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
+            shards = run.copies if split else 1
+            yield Share(unit=unit.name, reason=reason, kind=kind, shards=shards, element_bytes=sizes[kind])
         for key, value in deepspeed.zero_keys(facts, self.stage).items():
             yield EngineSet(unit=RUN, reason="zero", key=f"zero_optimization.{key}", value=value)
         yield from buffers(facts, self.stage, run.copies)

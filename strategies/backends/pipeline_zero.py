@@ -32,7 +32,7 @@ class StateShares:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, copies: dist.ProcessGroup) -> None:
-        self._group, self._ways, self._place = copies, dist.get_world_size(copies), dist.get_rank(copies)
+        self._group, self._shards, self._place = copies, dist.get_world_size(copies), dist.get_rank(copies)
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         for group in optimizer.param_groups:
@@ -45,7 +45,7 @@ class StateShares:
 
     def _of(self, param: Tensor, place: int) -> range:
         """The elements of ``param`` that the rank at ``place`` updates."""
-        size = -(-param.numel() // (self._ways * VECTOR)) * VECTOR
+        size = -(-param.numel() // (self._shards * VECTOR)) * VECTOR
         return range(param.numel())[place * size : (place + 1) * size]
 
     def _give(self, *about: Any) -> None:
@@ -66,9 +66,9 @@ class StateShares:
         mine = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
         for there, here in self._places(params, sizes, mine, self._place):
             there.copy_(here)
-        everyones = mine.new_empty(self._ways * len(mine))
+        everyones = mine.new_empty(self._shards * len(mine))
         dist.all_gather_into_tensor(everyones, mine, group=self._group)
-        for place, theirs in enumerate(everyones.chunk(self._ways)):
+        for place, theirs in enumerate(everyones.chunk(self._shards)):
             for there, here in self._places(params, sizes, theirs, place):
                 here.copy_(there)
 

@@ -34,7 +34,7 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
               is made in PARKED, over the gradient, and goes to the disk from there, if it rests there
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
 
-Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
+Over ranks a bucket may be cut into ``shards`` of equal size, one for each rank. WEIGHT and GRAD are whole on every
 rank while they are there; with ``grad_split`` GRAD is a slot, as if the gradient left. Everything else holds the rank's
 own span only. A parameter is whole in one span where that costs little room; otherwise it is cut at aligned elements,
 and its owners are several ranks (``planner/buckets.py``).
@@ -135,7 +135,7 @@ class Bucket:
     dtype: str
     group: int | None  # of the optimizer; None: frozen
     site: Site
-    ways: int = 1  # ranks that hold a span each, see ``share``
+    shards: int = 1  # ranks that hold a span each, see ``share``
     looked_up: bool = False  # its first unit does not read it in backward, as an embedding
     resident_ticks: tuple[Range, ...] = ()  # when its weight is on the device; empty: always
     grad_tier: Tier = Tier.DEVICE  # where gradients wait for the norm and for further micro-batches
@@ -162,7 +162,7 @@ class Bucket:
     @property
     def share(self) -> int:
         """Elements of one rank's span: rank r holds those from ``r * share`` on."""
-        return self.num_elements // self.ways
+        return self.num_elements // self.shards
 
     @property
     def grad_passes(self) -> bool:
@@ -172,7 +172,7 @@ class Bucket:
     @property
     def cut(self) -> bool:
         """Whether a parameter is in the spans of several ranks."""
-        return self.ways > 1 and any(
+        return self.shards > 1 and any(
             start // self.share != (start + max(size, 1) - 1) // self.share
             for start, size in zip(self.offsets, self.sizes, strict=True)
         )
@@ -316,7 +316,7 @@ class Need(NamedTuple):
 def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     """All the memory of one bucket. Planner, arena and tables take its sizes from here only."""
     name, weight = bucket.name, bucket.weight_bytes
-    own, copy = weight // bucket.ways, bucket.copy_bytes // bucket.ways
+    own, copy = weight // bucket.shards, bucket.copy_bytes // bucket.shards
     yield Need(name, Item.WEIGHT, Tier.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
         size = aligned(copy, Tier.HOST) if bucket.weight_on_disk else copy  # it is read and written by whole pages
@@ -369,7 +369,7 @@ def received_bytes(layout: Layout) -> int:
 
 def largest_shared(layout: Layout) -> int:
     """Bytes of the largest gradient that ranks add; 0 if there is none."""
-    return max((b.weight_bytes for b in layout.buckets if b.ways > 1 and b.group is not None), default=0)
+    return max((b.weight_bytes for b in layout.buckets if b.shards > 1 and b.group is not None), default=0)
 
 
 def scratch_bytes(layout: Layout) -> int:

@@ -57,7 +57,7 @@ def weights_on_disk(layout: Layout) -> dict[int, tuple[int, int]]:
 
 def weight_bytes_on_disk(bucket: Bucket) -> int:
     """What the file of weights has of ``bucket``, if its weight is there."""
-    return aligned(bucket.weight_bytes // bucket.ways, Tier.HOST)
+    return aligned(bucket.weight_bytes // bucket.shards, Tier.HOST)
 
 
 def bytes_on_disk(bucket: Bucket, layout: Layout) -> int:
@@ -71,7 +71,7 @@ def bytes_on_disk(bucket: Bucket, layout: Layout) -> int:
 
 def read_bytes(bucket: Bucket) -> int:
     """What one rank reads of a weight on the disk, each time that it is fetched; 0: it is not there."""
-    return bucket.weight_on_disk * (bucket.weight_bytes // bucket.ways)
+    return bucket.weight_on_disk * (bucket.weight_bytes // bucket.shards)
 
 
 def rewritten_bytes(bucket: Bucket) -> int:

@@ -2,7 +2,7 @@
 
 A baseline answers everything first, so every plan is complete; strategies replace answers.
 
-Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
+Memory arithmetic. Of a unit and a kind of tensor one rank has ``elements * element_bytes / shards`` bytes (rounded up).
 The device's peak follows forward and backward (``peak.py``); parameters, masters, moments and reserved buffers are
 alive throughout, and with accumulation the gradients of all units. Saved tensors that wait on the host have memory
 there all the time.
@@ -77,11 +77,11 @@ class Impl(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share(Decision):
-    """WHO, WHERE: one kind of the unit's tensors is split over ``ways`` ranks, and rests at ``tier`` between uses."""
+    """WHO, WHERE: one kind of the unit's tensors is split over ``shards`` ranks, and rests at ``tier`` between uses."""
 
     about = ("unit", "kind")
     kind: Kind
-    ways: int
+    shards: int
     element_bytes: int  # 0: the tensor does not exist (no separate master in plain fp32)
     frozen_bytes: int | None = None  # of frozen parameters, where they have another size
     tier: Tier = Tier.DEVICE
@@ -168,7 +168,7 @@ def _shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
     sizes = {Kind.PARAM: size, Kind.GRAD: size, Kind.MASTER: 0, Kind.MOMENT: size * run.moments}
     for kind, element_bytes in sizes.items():
         frozen = run.frozen_bytes if kind is Kind.PARAM else None
-        yield Share(unit=unit.name, reason=note, kind=kind, ways=1, element_bytes=element_bytes, frozen_bytes=frozen)
+        yield Share(unit=unit.name, reason=note, kind=kind, shards=1, element_bytes=element_bytes, frozen_bytes=frozen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +224,18 @@ class Plan:
 
     def divides(self, kind: Kind) -> bool:
         """Whether ranks divide tensors of this kind."""
-        return any(self.share(unit.name, kind).ways > 1 for unit in self.facts.units)
+        return any(self.share(unit.name, kind).shards > 1 for unit in self.facts.units)
 
     def num_bytes(self, unit: str, kind: Kind, tier: Tier | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one tier or anywhere."""
         share, facts = self.share(unit, kind), self.facts.unit(unit)
         elements = facts.num_elements if kind is Kind.PARAM else facts.num_trainable
-        whole = -(-elements // share.ways) * share.element_bytes
+        whole = -(-elements // share.shards) * share.element_bytes
         if share.frozen_bytes is not None:  # quantised ones are never divided, and an element of theirs is a byte
-            frozen = -(-(elements - facts.num_trainable) // share.ways) - facts.quantised_bytes
+            frozen = -(-(elements - facts.num_trainable) // share.shards) - facts.quantised_bytes
             whole += frozen * (share.frozen_bytes - share.element_bytes)
             whole += facts.quantised_bytes * (1 - share.element_bytes)
-        strays = -(-share.strays // share.ways) * share.element_bytes
+        strays = -(-share.strays // share.shards) * share.element_bytes
         if tier is None:
             return whole
         return whole - strays if tier is share.tier else strays
@@ -252,7 +252,7 @@ class Plan:
     def loads_spans(self) -> bool:
         """Whether ranks share all weights under the memory engine, so that each of them can load its spans."""
         layout, facts = self.layout, self.facts
-        shared = layout is not None and any(bucket.ways > 1 for bucket in layout.buckets)
+        shared = layout is not None and any(bucket.shards > 1 for bucket in layout.buckets)
         return shared and facts.run.stages == facts.run.tensor == 1 and facts.num_trainable == facts.num_params
 
     @property
@@ -369,7 +369,7 @@ _UNSAID = ("reason", "unit", "kind", "open", "may_host")
 
 
 def _words(decision: Decision) -> str:
-    """The values of a decision as text, without those that are as always: ``ways=2, element_bytes=4``."""
+    """The values of a decision as text, without those that are as always: ``shards=2, element_bytes=4``."""
     values = ((each, getattr(decision, each.name)) for each in fields(decision) if each.name not in _UNSAID)
     said = ((each.name, value) for each, value in values if value != each.default)
     return ", ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in said)

@@ -105,8 +105,8 @@ def _shape(bucket: Bucket) -> Iterator[str]:
         yield "parameters reach beyond the end"
     if bucket.num_elements % step:
         yield "its size is not aligned"
-    if bucket.ways < 1 or bucket.num_elements % bucket.ways:
-        yield f"has no {bucket.ways} equal spans"
+    if bucket.shards < 1 or bucket.num_elements % bucket.shards:
+        yield f"has no {bucket.shards} equal spans"
 
 
 def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
@@ -121,24 +121,24 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     if bucket.site in (Site.NONE, Site.DEVICE) and bucket.grad_tier is not Tier.DEVICE:
         yield f"its gradients cannot wait on the host: {bucket.site.value}"
     waits_there = bucket.site in (Site.DEVICE, Site.STREAMED) and bucket.grad_tier is Tier.DEVICE
-    if bucket.grad_split and not (bucket.ways > 1 and waits_there and layout.accumulation == 1):
+    if bucket.grad_split and not (bucket.shards > 1 and waits_there and layout.accumulation == 1):
         yield "ranks share gradients of one micro-batch that wait on the device, and no others"
-    if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_tier is Tier.HOST and bucket.ways == 1):
+    if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_tier is Tier.HOST and bucket.shards == 1):
         yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
     once = layout.in_backward and (bucket.grad_tier is Tier.DEVICE or layout.accumulation == 1)
-    if bucket.grad_taken and not (once and bucket.site is Site.HOST and bucket.ways == 1):
+    if bucket.grad_taken and not (once and bucket.site is Site.HOST and bucket.shards == 1):
         yield "only the CPU's update in backward, by one rank, takes a gradient"
     if bucket.state_on_disk and not (bucket.site is Site.HOST and bucket.state_bytes(layout.moments)):
         yield "only state that is updated on the host, and frozen weights, rest on the disk"
     if bucket.copy_on_disk and not bucket.state_on_disk:
         yield "only a trained weight whose state is on the disk rests there, too"
-    if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):
+    if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.shards == 1):
         yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
     if layout.moments_as != "fp32" and bucket.state_on_disk:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):
         yield "only what is trained in bf16, with moments that do not rest in fp32, has its weight as its master"
-    whole = bucket.site is Site.NONE and bucket.ways == 1 and not bucket.on_disk
+    whole = bucket.site is Site.NONE and bucket.shards == 1 and not bucket.on_disk
     if bucket.in_fp8 and not (whole and bucket.dtype in ("float32", "bfloat16")):
         yield "only frozen weights of one rank, in memory, rest in fp8"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):

@@ -37,22 +37,22 @@ Kinds: TypeAlias = tuple[tuple[str, UnitKind], ...]  # of units in order, by nam
 Like: TypeAlias = tuple[str, int | None, bool, bool]  # dtype, group, read elsewhere, fp8: one for all of a bucket
 
 
-def form(facts: Facts, capacity: int | None = None, ways: int = 1, *, fp8: bool = False) -> tuple[Bucket, ...]:
+def form(facts: Facts, capacity: int | None = None, shards: int = 1, *, fp8: bool = False) -> tuple[Bucket, ...]:
     """Buckets of all parameters in order of first use, all on the device.
 
     Args:
         capacity: bytes of a bucket, unless one parameter is larger; None: those of the largest block in that dtype.
-        ways: ranks that hold a span of each bucket.
+        shards: ranks that hold a span of each bucket.
         fp8: frozen matrices of blocks travel in it, and have buckets of their own.
     """
     assert facts.params, "buckets are made of single parameters; these facts do not list them"
     in_fp8 = {param.name for param in facts.params if fp8 and is_rounded(param, blocks_of(facts))}
-    return _formed(facts.params, _kinds(facts), capacity, ways, frozenset(in_fp8))
+    return _formed(facts.params, _kinds(facts), capacity, shards, frozenset(in_fp8))
 
 
 @lru_cache(maxsize=64)
 def _formed(
-    params: tuple[Param, ...], kinds: Kinds, capacity: int | None, ways: int, in_fp8: frozenset[str] = frozenset()
+    params: tuple[Param, ...], kinds: Kinds, capacity: int | None, shards: int, in_fp8: frozenset[str] = frozenset()
 ) -> tuple[Bucket, ...]:
     """``form``: a search asks for the same buckets again and again."""
     place = {name: index for index, (name, _) in enumerate(kinds)}
@@ -66,7 +66,7 @@ def _formed(
     pieces.sort(key=lambda piece: order[piece[0].name])
     names = _names(pieces, list(place), likes)
     return tuple(
-        _bucket(name, piece, place, ways, likes[piece[0].name]) for name, piece in zip(names, pieces, strict=True)
+        _bucket(name, piece, place, shards, likes[piece[0].name]) for name, piece in zip(names, pieces, strict=True)
     )
 
 
@@ -193,10 +193,10 @@ def _span(units: Sequence[str]) -> str:
     return f"{units[0]}..{last[2] if first[0] == last[0] else units[-1]}"
 
 
-def _bucket(name: str, params: Sequence[Param], place: dict[str, int], ways: int, like: Like) -> Bucket:
+def _bucket(name: str, params: Sequence[Param], place: dict[str, int], shards: int, like: Like) -> Bucket:
     dtype, group, _, in_fp8 = like
     step = ALIGN_BYTES // ITEM_BYTES[dtype]
-    offsets, end = _offsets([-(-param.num_elements // step) * step for param in params], ways, step)
+    offsets, end = _offsets([-(-param.num_elements // step) * step for param in params], shards, step)
     users = {unit for param in params for unit in (param.unit, *param.users)}
     return Bucket(
         name=name,
@@ -208,26 +208,26 @@ def _bucket(name: str, params: Sequence[Param], place: dict[str, int], ways: int
         dtype=dtype,
         group=group,
         site=Site.NONE if group is None else Site.DEVICE,
-        ways=ways,
+        shards=shards,
         looked_up=all(param.looked_up for param in params),
         in_fp8=in_fp8,
     )
 
 
-def _offsets(sizes: Sequence[int], ways: int, step: int) -> tuple[tuple[int, ...], int]:
-    """Where parameters of these aligned sizes begin in ``ways`` equal spans, and where the last span ends.
+def _offsets(sizes: Sequence[int], shards: int, step: int) -> tuple[tuple[int, ...], int]:
+    """Where parameters of these aligned sizes begin in ``shards`` equal spans, and where the last span ends.
 
     Whole parameters go to the emptiest span, the largest first. If that wastes more than ``UNEVEN``, they follow each
     other and are cut where spans end.
     """
-    spans: list[list[int]] = [[] for _ in range(ways)]
-    loads = [0] * ways
+    spans: list[list[int]] = [[] for _ in range(shards)]
+    loads = [0] * shards
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         emptiest = loads.index(min(loads))
         spans[emptiest].append(index)
         loads[emptiest] += sizes[index]
-    even = -(-sum(sizes) // (ways * step)) * step
-    if ways == 1 or max(loads) > (1 + UNEVEN) * even:
+    even = -(-sum(sizes) // (shards * step)) * step
+    if shards == 1 or max(loads) > (1 + UNEVEN) * even:
         spans, share = [list(range(len(sizes)))], even
     else:
         share = max(loads)
@@ -237,7 +237,7 @@ def _offsets(sizes: Sequence[int], ways: int, step: int) -> tuple[tuple[int, ...
         for index in sorted(span):
             offsets[index] = end
             end += sizes[index]
-    return tuple(offsets[index] for index in range(len(sizes))), ways * share
+    return tuple(offsets[index] for index in range(len(sizes))), shards * share
 
 
 @dataclass(slots=True)

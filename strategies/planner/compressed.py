@@ -115,15 +115,15 @@ def share_and_coding(facts: Facts, rates: Rates, *, spans: bool = False) -> tupl
     return 1.0 if less is None else less / whole, coding
 
 
-def exchanged_bytes(facts: Facts, rates: Rates, elements: int, size: int, ways: int) -> float:
+def exchanged_bytes(facts: Facts, rates: Rates, elements: int, size: int, shards: int) -> float:
     """What a rank sends of a bucket's gradients, of so many ``elements`` and bytes, where it is not the straight sum of
     spans; coding counts as what could be sent meanwhile.
     """
     ranks, how = facts.run.adding_copies, facts.run.compression
-    sent = (1 if ways > 1 else 2) * (ranks - 1) / ranks * size
+    sent = (1 if shards > 1 else 2) * (ranks - 1) / ranks * size
     if how is None or how.local_steps:
         return sent
-    share, coding = share_and_coding(facts, rates, spans=ways > 1)
+    share, coding = share_and_coding(facts, rates, spans=shards > 1)
     return sent * share + coding * gather_rate(facts, rates) * elements / facts.num_trainable
 
 

@@ -65,7 +65,7 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
         free = replace(request, site="auto" if request.moments_as == "fp32" else request.site)
         free = replace(free, weights="auto", gradients="auto")
         yield ("strategies.offload.site, weights, gradients: auto", facts, free, saved)
-    if request.ways > 2 and request.reduction == "exact":
+    if request.shards > 2 and request.reduction == "exact":
         summed = replace(request, reduction="fast")
         yield ("strategies.offload.reduction: fast (adds in another order)", facts, summed, saved)
     if run.precision is Precision.FP32 and machine.rates is not None and machine.rates.gemm_bf16_flops_per_s:

@@ -73,7 +73,7 @@ class Estimate:
         bucket, rates, run = self._places.buckets[index], self._rates, self._run
         reads = run.accumulation * 2 * self._read_s  # of a weight
         whole, count, site = bucket.weight_bytes, bucket.share, place.site
-        size = whole // bucket.ways
+        size = whole // bucket.shards
         if site is Site.NONE:
             return _Load(read_s=place.on_disk * size * reads)
         kind = self._request.moments_as
@@ -102,7 +102,7 @@ class Estimate:
         """
         rates, passes = self._rates, self._run.accumulation
         forward, backward, saved = self._forward, self._backward, passes * self._hosted
-        own = away if self._request.common_host else away // self._request.ways
+        own = away if self._request.common_host else away // self._request.shards
         in_before = load.exchanged + (away - own) * (2 * passes - 1)  # gradients, and what backward gathers again
         own = int(own * self._packed)
         back_up, again_up = own * passes + saved, own * (passes - 1)

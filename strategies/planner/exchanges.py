@@ -122,14 +122,14 @@ def spread(facts: Facts) -> tuple[int, int]:
     return ranks, min(ranks, facts.machine.ranks or ranks)
 
 
-def from_host(rates: Rates, ways: int) -> bool:
-    """Whether weights that rest on a common host come sooner, or as soon, if each of ``ways`` ranks copies all parts up
-    instead of its own; ``rates`` are one rank's.
+def from_host(rates: Rates, shards: int) -> bool:
+    """Whether weights that rest on a common host come sooner, or as soon, if each of ``shards`` ranks copies all parts
+    up instead of its own; ``rates`` are one rank's.
 
     Weights follow each other, so what counts is the road that is busy for the longest time per byte of weight. An
     exchange by way of the host uses its link in both directions, and writes and reads the host's memory.
     """
-    others = (ways - 1) / ways
+    others = (shards - 1) / shards
     crossing = 0.0 if rates.net_bytes_per_s else others
     link_s = (1 - others + crossing) / rates.up_bytes_per_s
     dram_s = (1 - others + 2 * crossing) / rates.dram_bytes_per_s

@@ -54,57 +54,57 @@ UPDATES: Mapping[Site, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Where a bucket's tensor of one kind rests, in how many bytes per element, and why; of ``ways`` ranks each has a
+    """Where a bucket's tensor of one kind rests, in how many bytes per element, and why; of ``shards`` ranks each has a
     span.
     """
 
     tier: Tier
     element_bytes: int
     reason: str
-    ways: int = 1
+    shards: int = 1
 
     def num_bytes(self, elements: int) -> int:
-        return -(-elements // self.ways) * self.element_bytes
+        return -(-elements // self.shards) * self.element_bytes
 
 
 def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     """One kind of tensor of a bucket; 0 bytes if there is none."""
-    size, ways = ITEM_BYTES[bucket.dtype], bucket.ways
+    size, shards = ITEM_BYTES[bucket.dtype], bucket.shards
     if kind is Kind.PARAM:
         if bucket.resident:
             return Resting(Tier.DEVICE, size, "always present" + ", rounded to fp8: not exact" * bucket.in_fp8)
         if bucket.weight_on_disk:
-            return Resting(Tier.HOST, 0, "on the disk, read for use", ways)
+            return Resting(Tier.HOST, 0, "on the disk, read for use", shards)
         if rounded_to_fetch(bucket, layout):
-            return Resting(Tier.HOST, 0, "rounded from its master for use", ways)
+            return Resting(Tier.HOST, 0, "rounded from its master for use", shards)
         if bucket.in_fp8:
             return Resting(Tier.HOST, 1, "fetched for use, in fp8: not exact")
         parks = parks_in_copy(bucket, layout)
         reason = "fetched for use; the gradient takes its place" if parks else "fetched for use"
-        return Resting(Tier.HOST, size, reason, ways)
+        return Resting(Tier.HOST, size, reason, shards)
     if bucket.site is Site.NONE:
         return Resting(Tier.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
         if bucket.grad_tier is Tier.HOST and parks_in_copy(bucket, layout):
-            return Resting(Tier.HOST, 0, "in the place of its weight", ways)
+            return Resting(Tier.HOST, 0, "in the place of its weight", shards)
         if bucket.grad_tier is Tier.HOST and bucket.grad_taken:
             return Resting(Tier.HOST, 0, "taken by the update when made")
         if bucket.grad_tier is Tier.HOST:
-            return Resting(Tier.HOST, size, "sent down when made", ways)
+            return Resting(Tier.HOST, size, "sent down when made", shards)
         if bucket.grad_split:
-            return Resting(Tier.DEVICE, size, "each rank's span waits for the update", ways)
+            return Resting(Tier.DEVICE, size, "each rank's span waits for the update", shards)
         return Resting(Tier.DEVICE, size, "wait for the update where they are made")
     tier = Tier.DEVICE if bucket.site is Site.DEVICE else Tier.HOST
     own_master = bucket.mixed or (bucket.site is Site.HOST and bucket.resident)
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
     if bucket.on_disk and (kind is Kind.MOMENT or bucket.mixed):
-        return Resting(tier, 0, "on the disk, visits the host for the CPU's update", ways)
+        return Resting(tier, 0, "on the disk, visits the host for the CPU's update", shards)
     each, reason = 4, UPDATES[bucket.site]
     if kind is Kind.MASTER and bucket.rounds:
         each = size
     if kind is Kind.MOMENT and layout.moments_as != "fp32":
         each, reason = MOMENT_BYTES[layout.moments_as], f"{reason}, in {layout.moments_as}: not exact"
-    return Resting(tier, each * numbers, reason, ways)
+    return Resting(tier, each * numbers, reason, shards)
 
 
 def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
@@ -126,12 +126,12 @@ def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
     element_bytes = min((part.element_bytes for part, _ in parts), default=0)
     tier, other = sorted(Tier, key=lambda at: -elements[at])
     main = reasons.get(tier, UPDATES[Site.NONE])
-    ways = max((part.ways for part, _ in parts), default=1)
+    shards = max((part.shards for part, _ in parts), default=1)
     return Share(
         unit=unit.name,
         reason=main,
         kind=kind,
-        ways=ways,
+        shards=shards,
         element_bytes=element_bytes,
         tier=tier,
         strays=elements[other] if element_bytes else 0,

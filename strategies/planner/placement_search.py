@@ -250,7 +250,7 @@ class PlacementSearch:
         part = f", {human(hosted)} of them for what other strategies keep there" if hosted else ""
         each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
         fits = device <= self._facts.machine.device_bytes
-        alone = self._request.ways == self._facts.run.adding_copies == 1
+        alone = self._request.shards == self._facts.run.adding_copies == 1
         if (
             self._request.disk
             and alone

@@ -62,7 +62,7 @@ PASSING: Mapping[Item, Tier] = {  # in slots
 class OffloadRequest:
     """The options of ``strategies.offload``. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
 
-    ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
+    ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``shards``:
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
     ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters; ``fp8``: frozen matrices travel
@@ -81,7 +81,7 @@ class OffloadRequest:
     weights: Literal["auto", "resident", "streamed"] = "auto"
     gradients: Literal["auto", "device", "host", "passing"] = "auto"
     keeps_copies: bool = True
-    ways: int = 1
+    shards: int = 1
     splits_gradients: bool = False
     common_host: bool = False
     reduction: Reduction = "exact"
@@ -155,7 +155,7 @@ class Places:
     ) -> None:
         self.request, self.bucket_bytes = request, bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
-        self.buckets = form(facts, size, request.ways, fp8=request.fp8)
+        self.buckets = form(facts, size, request.shards, fp8=request.fp8)
         if request.rounds:
             trained = [bucket.group is not None and bucket.dtype == "bfloat16" for bucket in self.buckets]
             self.buckets = tuple(replace(b, rounds=some) for b, some in zip(self.buckets, trained, strict=True))
@@ -171,11 +171,11 @@ class Places:
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
         # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
         self.of_blocks = {i for i, bucket in enumerate(self.buckets) if set(bucket.units) <= names}
-        one_rank = request.ways == facts.run.adding_copies == 1
+        one_rank = request.shards == facts.run.adding_copies == 1
         ends = self._sendable - self.of_blocks if direct and one_rank and request.site in ("auto", "host") else ()
         self.direct = {index for index in ends if not self._is_frozen(index)}
         # Several micro-batches are summed before the ranks are, as torch's data parallelism does.
-        splits = request.splits_gradients and request.ways > 1 and facts.run.accumulation == 1
+        splits = request.splits_gradients and request.shards > 1 and facts.run.accumulation == 1
         self._split = self._sendable & self.of_blocks if splits else set[int]()
         self._sends_early = request.gradients in ("auto", "passing") and facts.run.accumulation == 1
         # Of several micro-batches, only what waits on the device passes the host once.

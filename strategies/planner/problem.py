@@ -90,7 +90,7 @@ class Update:
 class Weight:
     """The weight of a bucket: its bytes while present, and the ticks that use it, ascending. No update: frozen.
 
-    ``overlapping`` are the weights, by index, that are at the same addresses at other times. Of ``ways`` ranks each
+    ``overlapping`` are the weights, by index, that are at the same addresses at other times. Of ``shards`` ranks each
     copies its part over its link, and gets the others' over the network; with ``common_host`` each copies all parts of
     what comes from the host. ``on_host``: there is a copy of it, which an update on the device writes too.
     ``gradient_tick``: after which its gradient is complete; None: its last use. ``disk_bytes`` of it rest on the disk,
@@ -102,7 +102,7 @@ class Weight:
     uses: tuple[int, ...]
     update: Update | None = None
     overlapping: tuple[int, ...] = ()
-    ways: int = 1
+    shards: int = 1
     on_host: bool = False
     common_host: bool = False
     gradient_tick: int | None = None
@@ -128,12 +128,12 @@ class Weight:
     @property
     def link_bytes(self) -> int:
         """What one rank copies up or down."""
-        return (self.num_bytes if self.copy_bytes is None else self.copy_bytes) // self.ways
+        return (self.num_bytes if self.copy_bytes is None else self.copy_bytes) // self.shards
 
     @property
     def exchange_bytes(self) -> int:
         """What one rank gets from the others."""
-        return self.num_bytes - self.num_bytes // self.ways
+        return self.num_bytes - self.num_bytes // self.shards
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def problem_of(
     """Ticks, weights and link of ``layout``, with or without updates and what else depends on addresses. The budget is
     unlimited: a layout fits by construction. ``ticks``: as from ``ticks_of_units``, if they are known.
     """
-    in_spans = facts.run.compression is None and any(bucket.ways > 1 for bucket in layout.buckets)
+    in_spans = facts.run.compression is None and any(bucket.shards > 1 for bucket in layout.buckets)
     slots, overlapping = (slot_numbers(layout), _overlapping(layout)) if updates else ({}, {})
     ticks_by_unit = ticks_of([unit.name for unit in facts.units])
     return Problem(
@@ -145,11 +145,11 @@ def problem_of(
                 uses(bucket, ticks_by_unit),
                 _update(bucket, layout, facts, rates, slots) if updates else None,
                 overlapping.get(index, ()),
-                bucket.ways,
+                bucket.shards,
                 on_host=not bucket.resident,
                 gradient_tick=gradient_tick(bucket, ticks_by_unit),
                 common_host=layout.common_host
-                and bucket.ways > 1
+                and bucket.shards > 1
                 and not (bucket.weight_on_disk or rounded_to_fetch(bucket, layout)),
                 copy_bytes=bucket.copy_bytes if bucket.in_fp8 else None,
                 disk_bytes=read_bytes(bucket),
@@ -266,7 +266,7 @@ def _update(
 ) -> Update | None:
     if bucket.site is Site.NONE:
         return None
-    elements = -(-sum(bucket.sizes) // bucket.ways)
+    elements = -(-sum(bucket.sizes) // bucket.shards)
     if bucket.site is Site.HOST:
         kind = layout.moments_as
         seconds = elements * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(facts.run.precision)
@@ -282,7 +282,7 @@ def _update(
         seconds=seconds,
         touched_bytes=touched,
         # Without a slot parameters go one by one, and the room between them does not.
-        grad_bytes=ITEM_BYTES[bucket.dtype] * elements if bucket.grad_direct else bucket.weight_bytes // bucket.ways,
+        grad_bytes=ITEM_BYTES[bucket.dtype] * elements if bucket.grad_direct else bucket.weight_bytes // bucket.shards,
         state_bytes=state,
         grad_tier=bucket.grad_tier,
         grad_slot=slots.get((bucket.name, Item.GRAD)),
@@ -303,9 +303,9 @@ def _sent(bucket: Bucket, facts: Facts, rates: Rates) -> int:
     """Of its gradients, by one rank: what a ring sends at ``gather_rate``, or in fewer bytes; or spans to their owners,
     and where parameters are cut, sums to the owners of their first elements, for the norm.
     """
-    if bucket.ways > 1 and facts.run.compression is None:
-        return bucket.weight_bytes - (1 - bucket.cut) * (bucket.weight_bytes // bucket.ways)
-    return int(exchanged_bytes(facts, rates, sum(bucket.sizes), bucket.weight_bytes, bucket.ways))
+    if bucket.shards > 1 and facts.run.compression is None:
+        return bucket.weight_bytes - (1 - bucket.cut) * (bucket.weight_bytes // bucket.shards)
+    return int(exchanged_bytes(facts, rates, sum(bucket.sizes), bucket.weight_bytes, bucket.shards))
 
 
 def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:

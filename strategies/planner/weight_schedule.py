@@ -198,7 +198,7 @@ class _Search:
         self._problem, self._searched, self._evaluated = problem, searched, 0
         self._tried: set[Gaps] = set()
         self._best, self._cost, self._found = frozenset[Gap](), (inf, 0), tuple[Eviction, ...]()
-        self._up = [problem.seconds_of(weight, weight.ways * weight.link_bytes) for weight in problem.weights]
+        self._up = [problem.seconds_of(weight, weight.shards * weight.link_bytes) for weight in problem.weights]
         self._index = {gap: index for index, gap in enumerate(problem.gaps)}
 
     def found(self) -> tuple[Eviction, ...]:

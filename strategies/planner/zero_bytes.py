@@ -26,8 +26,8 @@ def element_bytes(run: RunFacts, stage: int) -> dict[Kind, int]:
     }
 
 
-def buffers(facts: Facts, stage: int, ways: int) -> Iterator[Reserve]:
-    """What DeepSpeed's engine sets aside on each rank where ``ways`` ranks share the state."""
+def buffers(facts: Facts, stage: int, shards: int) -> Iterator[Reserve]:
+    """What DeepSpeed's engine sets aside on each rank where ``shards`` ranks share the state."""
     size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
     if stage > 0:
         count = 2 if facts.machine.has_accelerator else 1  # overlapping needs a second one to fill
@@ -36,15 +36,15 @@ def buffers(facts: Facts, stage: int, ways: int) -> Iterator[Reserve]:
     run, sizes = facts.run, element_bytes(facts.run, stage)
     if run.apart and stage > 0:
         size_of_all = sum(sizes[kind] for kind, first in SPLIT_FROM.items() if stage >= first)
-        more = size_of_all * run.apart * (ways - run.alike) // (ways * run.alike)
-        reason = f"{run.alike} ranks share it, and not all {ways}"
+        more = size_of_all * run.apart * (shards - run.alike) // (shards * run.alike)
+        reason = f"{run.alike} ranks share it, and not all {shards}"
         yield Reserve(unit=RUN, reason=reason, owner="zero: state of experts", num_bytes=more)
-    if stage == 3 and ways > 1:
+    if stage == 3 and shards > 1:
         live, reason = min(live_elements(facts), facts.num_params), "weights gathered for use and prefetched"
         yield Reserve(unit=RUN, reason=reason, owner="zero: gathered weights", num_bytes=live * size)
     if mixed or stage == 3:  # stage 3 flattens into a copy in fp32, too
         reason = "the optimizer reads its share of the gradients in fp32"
-        share, owner = -(-facts.num_trainable // (ways if stage > 0 else 1)), "zero: fp32 gradients"
+        share, owner = -(-facts.num_trainable // (shards if stage > 0 else 1)), "zero: fp32 gradients"
         yield Reserve(unit=RUN, reason=reason, owner=owner, num_bytes=4 * share, when=When.STEP)
 
 

@@ -35,7 +35,7 @@ class Row:
 
     unit: str
     tensors: str
-    ways: int
+    shards: int
     num_bytes: int
     tier: Tier
     decided_by: str
@@ -59,7 +59,7 @@ def _rows_of(plan: Plan, unit: Unit) -> list[Row]:
         by = plan.decided_by(share.slot)
         for tier in sorted(Tier, key=lambda tier: tier is not share.tier):
             reason = share.reason if tier is share.tier else share.stray_reason
-            found.append(Row(name, kind.value, share.ways, plan.num_bytes(name, kind, tier), tier, by, reason))
+            found.append(Row(name, kind.value, share.shards, plan.num_bytes(name, kind, tier), tier, by, reason))
     keep = plan.keep(name)
     for tier, num_bytes in ((Tier.DEVICE, keep.saved_bytes), (Tier.HOST, keep.hosted_bytes)):
         found.append(Row(name, SAVED, 1, num_bytes, tier, plan.decided_by(keep.slot), keep.reason))
@@ -93,7 +93,7 @@ def lines(plan: Plan) -> list[str]:
             if row.tensors == SAVED:
                 saved.setdefault(row.tier, {}).setdefault(unit.kind, []).append(row)
             else:
-                folded.setdefault((unit.kind, row.tier.value, row.ways, row.decided_by), []).append(row)
+                folded.setdefault((unit.kind, row.tier.value, row.shards, row.decided_by), []).append(row)
     kinds = list(UnitKind)
     order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))
     found = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
@@ -105,7 +105,7 @@ def lines(plan: Plan) -> list[str]:
 def _cells(some: Sequence[Row]) -> tuple[str, ...]:
     """One row of the table for rows of units that are alike, at one tier and split in one way."""
     sums = {kind.value: sum(row.num_bytes for row in some if row.tensors == kind.value) for kind in Kind}
-    part = "all" if some[0].ways == 1 else f"1/{some[0].ways}"
+    part = "all" if some[0].shards == 1 else f"1/{some[0].shards}"
     why = "; ".join(dict.fromkeys(row.reason for row in some))
     sizes = (human(size) if size else "" for size in sums.values())
     return (_span([row.unit for row in some]), some[0].tier.value, part, *sizes, some[0].decided_by, why)
@@ -165,7 +165,7 @@ def summary(plan: Plan) -> Iterator[str]:
     yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner in (UNDER_WAY, EXCHANGED))
     if plan.facts.run.compression is not None:
         yield words(
-            plan.facts, spans=plan.layout is not None and any(bucket.ways > 1 for bucket in plan.layout.buckets)
+            plan.facts, spans=plan.layout is not None and any(bucket.shards > 1 for bucket in plan.layout.buckets)
         )
 
 
@@ -194,7 +194,7 @@ def bucket_lines(plan: Plan) -> list[str]:
 
 def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
     """How ranks add gradients, what that changes in a sum, and its bytes; ``summary`` has said it of others."""
-    fast, shared = layout.reduction == "fast", [bucket for bucket in layout.buckets if bucket.ways > 1]
+    fast, shared = layout.reduction == "fast", [bucket for bucket in layout.buckets if bucket.shards > 1]
     size = human(largest_shared(layout))
     if not shared:
         if fast:
@@ -202,7 +202,7 @@ def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
         return
     if plan.facts.run.compression is not None:
         return
-    ranks, dtype = shared[0].ways, shared[0].dtype
+    ranks, dtype = shared[0].shards, shared[0].dtype
     order = "machine by machine" if plan.facts.run.two_level else "in the order of ranks"
     words = f"exact, {order}; {size} of the device receive them"
     if fast:

@@ -81,7 +81,7 @@ def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytes
     }
     for name, instead in one.items():
         monkeypatch.setattr(dist, name, instead)
-    whole = layouts.bucket("b", "layers.0", 1024, ways=2, resident_ticks=((0, 1), (1, 2)))
+    whole = layouts.bucket("b", "layers.0", 1024, shards=2, resident_ticks=((0, 1), (1, 2)))
     planned = replace(layouts.layout(whole), common_host=True)
     monkeypatch.setattr(Shares, "_share", lambda self, tensors, device: None)
     common: Any = Shares(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]

@@ -56,9 +56,9 @@ def in_table(plan: Plan, tier: Tier) -> int:
 @given(random_facts(), options)
 def test_the_table_adds_up_to_the_arenas_and_plan_json_has_all_of_it(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]
-    if asked["ways"] > 1 and known.run.accumulation > 1:
+    if asked["shards"] > 1 and known.run.accumulation > 1:
         asked["gradients"] = "auto"  # over ranks they wait on the device
-    known = replace(known, run=replace(known.run, world_size=asked["ways"]))
+    known = replace(known, run=replace(known.run, world_size=asked["shards"]))
     given = {name: asked[name] for name in ("site", "weights", "gradients", "reduction")}
     given |= {"prefetch": "auto" if asked["prefetch"] is None else asked["prefetch"]}
     plan = plan_of(known, stage=3, bucket_size=f"{size}B" if size else "auto", **given)
@@ -122,11 +122,11 @@ def test_zero_beside_offload_shares_its_buckets() -> None:
     assert shared(0, site="host", weights="streamed").layout == whole.layout
     third = shared(3, site="host", weights="streamed")
     assert third.engine() == {} and third.layout is not None and whole.layout is not None
-    assert {bucket.ways for bucket in third.layout.buckets} == {2}
+    assert {bucket.shards for bucket in third.layout.buckets} == {2}
     assert third.total(Kind.MOMENT) == -(-whole.total(Kind.MOMENT) // 2)
     assert third.peak(Tier.HOST) < 0.7 * whole.peak(Tier.HOST)
     first = shared(1, site="host").layout
-    assert first is not None and all(bucket.resident and bucket.ways == 2 for bucket in first.buckets)
+    assert first is not None and all(bucket.resident and bucket.shards == 2 for bucket in first.buckets)
     gradients = [shared(stage, site="device", weights="resident").total(Kind.GRAD) for stage in (1, 2, 3)]
     blocks = sum(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
     assert gradients[0] - gradients[1] == gradients[0] - gradients[2] == blocks // 2 * 4

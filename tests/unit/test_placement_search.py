@@ -336,7 +336,7 @@ def test_a_refusal_is_true_and_its_advice_is_enough(
 
 def test_what_takes_the_least_of_both_sides_is_not_refused() -> None:
     known = transformer(60, dtype="bfloat16")
-    asked: dict[str, Any] = {"site": "host", "weights": "streamed", "keeps_copies": False, "ways": 4}
+    asked: dict[str, Any] = {"site": "host", "weights": "streamed", "keeps_copies": False, "shards": 4}
     least = every_budget(known, gradients="device", bucket_bytes=2 * 14 * 64 * 64, **asked)[-1]
     addresses = place(least)
     assert fits(known, 0, addresses.num_bytes(DEVICE), addresses.num_bytes(HOST), **asked)
@@ -351,7 +351,7 @@ def test_over_ranks_updates_that_stream_nothing_are_simulated_too() -> None:
     budget = 3 * sum(param.num_elements for param in known.params)
 
     def seconds(site: Any) -> float:
-        asked = request(budget, ways=8, splits_gradients=True, site=site)
+        asked = request(budget, shards=8, splits_gradients=True, site=site)
         return cost_of(known, choose(known, asked), rates).seconds
 
     assert seconds("auto") <= seconds("host") < seconds("streamed")
@@ -367,7 +367,7 @@ options = st.fixed_dictionaries(
         "bucket_bytes": st.none() | st.integers(1024, 40_000),
         "prefetch": st.none() | st.integers(0, 3),
         "keeps_copies": st.booleans(),
-        "ways": st.sampled_from([1, 1, 2, 3]),
+        "shards": st.sampled_from([1, 1, 2, 3]),
         "splits_gradients": st.booleans(),
         "reduction": st.sampled_from(["exact", "fast"]),
     }

@@ -29,8 +29,8 @@ from deepstow.strategies.report.plan_table import table
 from tests.helpers.fakes import block, embedding, facts, fake, head
 
 
-def share(unit: str, kind: Kind, ways: int = 2, reason: str = "test", tier: Tier = Tier.DEVICE) -> Share:
-    return Share(unit=unit, reason=reason, kind=kind, ways=ways, element_bytes=4, tier=tier)
+def share(unit: str, kind: Kind, shards: int = 2, reason: str = "test", tier: Tier = Tier.DEVICE) -> Share:
+    return Share(unit=unit, reason=reason, kind=kind, shards=shards, element_bytes=4, tier=tier)
 
 
 def reserve(owner: str, num_bytes: int, tier: Tier = Tier.DEVICE, when: When = When.ALWAYS) -> Reserve:
@@ -52,14 +52,14 @@ def test_baseline_bytes() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ways", "params"), [(1, 6 * 4 + 14 * 2), (3, 2 * 4 + 5 * 2)])
-def test_frozen_parameters_have_a_size_of_their_own(ways: int, params: int) -> None:
+@pytest.mark.parametrize(("shards", "params"), [(1, 6 * 4 + 14 * 2), (3, 2 * 4 + 5 * 2)])
+def test_frozen_parameters_have_a_size_of_their_own(shards: int, params: int) -> None:
     """Each kind of them is divided over the ranks and rounded up; nothing else is kept of frozen ones."""
     plan = Plan.baseline(facts(block(0, 20, num_trainable=6), trained_bytes=4, frozen_bytes=2))
-    divided = (replace(plan.share("layers.0", kind), ways=ways) for kind in (Kind.PARAM, Kind.GRAD))
+    divided = (replace(plan.share("layers.0", kind), shards=shards) for kind in (Kind.PARAM, Kind.GRAD))
     plan = plan.amend(divided, by="test")
     assert {kind: plan.num_bytes("layers.0", kind) for kind in Kind} == {
-        Kind.PARAM: params, Kind.GRAD: 24 // ways, Kind.MASTER: 0, Kind.MOMENT: 48
+        Kind.PARAM: params, Kind.GRAD: 24 // shards, Kind.MASTER: 0, Kind.MOMENT: 48
     }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_frozen_parameters_have_a_size_of_their_own(ways: int, params: int) -> N
 def test_amend_leaves_the_plan_as_it_was() -> None:
     plan = Plan.baseline(facts())
     before = dict(plan.answers)
-    changed = plan.amend([share("head", Kind.PARAM, ways=3)], by="a")
+    changed = plan.amend([share("head", Kind.PARAM, shards=3)], by="a")
     assert plan.answers == before
     assert (plan.num_bytes("head", Kind.PARAM), changed.num_bytes("head", Kind.PARAM)) == (160, 4 * 14), "rounded up"
     with pytest.raises(TypeError):

@@ -107,7 +107,7 @@ def test_memory_of_other_ranks_that_a_process_maps_counts_as_its_own(tmp_path: P
     alone = {each.owner: each.predicted for each in check.compared()}["process, peak"]
     if accelerator.kind() is None:  # the process holds both homes
         assert alone == check._plan.peak(Tier.HOST) + check._plan.peak(Tier.DEVICE)
-    bucket = layouts.bucket("b", "layers.0", 1024, ways=4, resident_ticks=((0, 1), (1, 2)))
+    bucket = layouts.bucket("b", "layers.0", 1024, shards=4, resident_ticks=((0, 1), (1, 2)))
     shared = replace(layouts.layout(bucket), common_host=True)
     check._plan = check._plan.amend([Stow(unit=RUN, reason="", layout=shared)], by="offload")
     rows = {each.owner: each.predicted for each in check.compared()}

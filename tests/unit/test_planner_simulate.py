@@ -322,7 +322,9 @@ def test_gradients_that_rest_on_the_host_are_added_there() -> None:
 def test_ranks_exchange_what_each_has_a_part_of() -> None:
     """Of two ranks each copies half of a weight and gets the other half, at a byte per second."""
     plain = two_blocks()
-    halves = replace(plain, weights=tuple(replace(item, ways=2) for item in plain.weights), shared=Shared(network=1.0))
+    halves = replace(
+        plain, weights=tuple(replace(item, shards=2) for item in plain.weights), shared=Shared(network=1.0)
+    )
     found = simulate(halves, [Eviction(halves.gaps[0], 2)])
     assert spans(found, UP) == [("weight 0", 2, 3)] and spans(found, NET) == [("gather 0", 3, 5)]
     assert spans(found, COMPUTE)[-1] == ("BP 0", 5, 7)
@@ -360,7 +362,7 @@ def test_exchanges_by_way_of_the_host_use_the_links() -> None:
     """
     update = {"site": Site.STREAMED, "seconds": 0.0, "grad_bytes": 0, "state_bytes": 6}
     problem = with_update(blocks([8, 8], [0.5] * 2, [0.5] * 2, [0] * 2, Link(0, 2.0, 2.0), 100), **update)
-    problem = replace(problem, weights=tuple(replace(item, ways=2) for item in problem.weights))
+    problem = replace(problem, weights=tuple(replace(item, shards=2) for item in problem.weights))
     apart, by_host = (replace(problem, shared=Shared(network=1.0, through_host=flag)) for flag in (False, True))
     first, second = simulate(apart, ()), simulate(by_host, ())
     assert second.period > first.period and second.least["network"] == first.least["network"] == 8.0

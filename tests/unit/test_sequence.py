@@ -102,7 +102,7 @@ def test_one_ranks_slice() -> None:
     plan = plan_of(run_config(strategies=strategies), Ranks(world_size=4, local_world_size=4), probe())
     run = plan.facts.run
     assert (run.replicas, run.copies, run.tokens_per_step) == (2, 4, 2 * run.micro_batch * run.sequence)
-    assert {plan.share(unit.name, Kind.MOMENT).ways for unit in plan.facts.units} == {4}
+    assert {plan.share(unit.name, Kind.MOMENT).shards for unit in plan.facts.units} == {4}
 
 
 def test_slices_cover_every_token_once() -> None:

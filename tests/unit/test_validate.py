@@ -74,8 +74,8 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (0, {"offsets": (0, 100)}, "a.1 is not aligned"),
         (0, {"num_elements": 128}, "parameters reach beyond the end"),
         (0, {"num_elements": 257}, "its size is not aligned"),
-        (0, {"ways": 0}, "has no 0 equal spans"),
-        (0, {"ways": 3}, "has no 3 equal spans"),
+        (0, {"shards": 0}, "has no 0 equal spans"),
+        (0, {"shards": 3}, "has no 3 equal spans"),
         (0, {"sizes": (100,)}, "not equally long"),
         (0, {"dtype": "float16"}, "unknown dtype float16"),
         (0, {"units": ()}, "no unit that uses it"),
@@ -88,7 +88,7 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (4, {"group": 0}, "if, and only if"),
         (3, {"grad_tier": Tier.HOST}, "cannot wait on the host"),
         (0, {"grad_split": True}, "ranks share gradients of one micro-batch that wait on the device"),
-        (0, {"grad_split": True, "ways": 2, "site": Site.HOST}, "ranks share gradients of one micro-batch"),
+        (0, {"grad_split": True, "shards": 2, "site": Site.HOST}, "ranks share gradients of one micro-batch"),
         (0, {"grad_direct": True, "grad_tier": Tier.HOST, "site": Site.STREAMED}, "need a slot"),
         (0, {"grad_direct": True, "grad_tier": Tier.DEVICE, "site": Site.HOST}, "need a slot"),
         (0, {"grad_taken": True, "grad_tier": Tier.HOST, "site": Site.HOST}, "only the CPU's update in backward"),
@@ -193,7 +193,7 @@ def test_the_parameters_of_the_model(changes: dict[str, Any], words: str) -> Non
 def test_what_other_ranks_read_is_where_they_look() -> None:
     made = replace(two(), common_host=True)
     for index in range(3):
-        made = with_bucket(made, index, ways=2, num_elements=512)
+        made = with_bucket(made, index, shards=2, num_elements=512)
     right = place(made)
     assert complaints(made, right) == ""
     read, own = right.of("a", Item.COPY), right.of("a", Item.MOMENTS)

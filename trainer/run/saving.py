@@ -179,7 +179,7 @@ def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
     times = facts.run.model_params / facts.num_params if divided else facts.run.tensor
 
     def over_ranks(kind: Kind) -> int:
-        mine = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in facts.units)
+        mine = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).shards for unit in facts.units)
         return int(times * mine)
 
     weights, state = over_ranks(Kind.PARAM), over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)

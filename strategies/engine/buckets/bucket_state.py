@@ -15,7 +15,7 @@ the transitions, and read. Events are written by whoever records them. ``grads``
 
     replaced    how many updates and loads have begun to replace its weights: on all ranks alike
 
-Over ranks (``ways`` of the layout) the home and the gradient slot are whole, and all other memory is this rank's span:
+Over ranks (``shards`` of the layout) the home and the gradient slot are whole; all other memory is this rank's span:
 ``own`` is the span of a whole view, ``pieces`` are the parameters' parts in it, ``sources`` what all ranks read of all.
 
 Events of a bucket, each the last of its kind:
@@ -114,7 +114,7 @@ class BucketState:
         parts = zip(params, spec.offsets, spec.sizes, strict=True)
         homes = [weight[start : start + size].view(param.shape) for param, start, size in parts]
         kernels = frozenset(index for index, param in enumerate(params) if id(param) in fused)
-        sole = spec.resident and self.copy is None and self.codes is None and self.master is None and spec.ways == 1
+        sole = spec.resident and self.copy is None and self.codes is None and self.master is None and spec.shards == 1
         self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident, sole=sole)
         self.grads = GradientState(spec.params)
         self.pieces = tuple(pieces_of(spec, rank))
@@ -154,7 +154,7 @@ class BucketState:
 
     @property
     def is_shared(self) -> bool:  # several ranks hold a span each
-        return self.spec.ways > 1
+        return self.spec.shards > 1
 
     @property
     def parks_in_copy(self) -> bool:  # the host's copy and the gradient that waits there are one place
@@ -241,7 +241,7 @@ class BucketState:
 
     def speaker(self, index: int) -> int:
         """The rank that tells the others about a parameter: its owner, or the first of them."""
-        return min(self.spec.offsets[index] // self.spec.share, self.spec.ways - 1)
+        return min(self.spec.offsets[index] // self.spec.share, self.spec.shards - 1)
 
     @torch.no_grad()
     def take_in(self) -> None:

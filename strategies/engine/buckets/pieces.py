@@ -34,5 +34,5 @@ def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
     low, high = rank * spec.share, (rank + 1) * spec.share
     for index, (offset, size) in enumerate(zip(spec.offsets, spec.sizes, strict=True)):
         start, stop = max(offset, low), min(offset + size, high)
-        if start < stop or (size == 0 and (spec.ways == 1 or low <= offset < high)):
+        if start < stop or (size == 0 and (spec.shards == 1 or low <= offset < high)):
             yield Piece(index, start - offset, stop - offset, start - low)

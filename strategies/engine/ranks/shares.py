@@ -1,4 +1,4 @@
-"""What ranks exchange where each of them holds one span of every bucket (``ways`` in ``strategies/core/layout.py``).
+"""What ranks exchange where each of them holds one span of every bucket (``shards`` in ``strategies/core/layout.py``).
 
     gather          the other ranks' spans of a weight into its home, in place: after a fetch and after an update,
                     unless each rank reads all spans on the host, in memory that all of them have mapped
@@ -15,9 +15,9 @@ gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the stream NET of one process group. Every rank issues them in the same order, which follows
 from the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before
-NET: the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE: weights
-are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET writes
-others.
+NET: the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE:
+weights are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET
+writes others.
 
 [Note: common memory] Each rank writes its span on the host when its update is done, and reads all spans when it fetches
 the weight, or receives it if it stays. Across processes one number per bucket is told: how often the rank's span was
@@ -326,7 +326,7 @@ def ranks_of(
     """
     if group is None:
         return OneRank(transfer)
-    if any(bucket.ways > 1 for bucket in layout.buckets):
+    if any(bucket.shards > 1 for bucket in layout.buckets):
         return Shares(model, group, transfer, device, layout, two_level, beside=beside)
     return Replicas(model, group, transfer, device, two_level)
 

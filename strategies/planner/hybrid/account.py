@@ -121,9 +121,9 @@ class Account:
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
         facts = self._part(model, part)
         size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
-        ways = degrees.copies if degrees.zero else 1
+        shards = degrees.copies if degrees.zero else 1
         weights, trained = facts.num_params * size, facts.num_trainable
-        share = ceil(trained / ways)
+        share = ceil(trained / shards)
         largest = max((unit.num_trainable for unit in facts.units), default=0)
         host = 4 * share * (facts.run.moments + (mixed or degrees.zero > 0))
         summed = degrees.copies > 1 and degrees.micro_batches > 1  # over micro-batches, then over ranks: on the device
@@ -134,7 +134,7 @@ class Account:
         if degrees.offload is Stowed.WEIGHTS:
             moving = 2 * live_elements(facts) * size
             device += min(weights, moving)
-            host += ceil(weights / ways)
+            host += ceil(weights / shards)
         else:
             device += weights
         return Bytes(device + besides, host + facts.machine.runtime_host_bytes)
@@ -151,16 +151,16 @@ def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Ki
     """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank. ``plain``: as they are loaded,
     without masters, as in torch's pipeline, whose copies of a stage divide the optimizer's state under ZeRO 1.
     """
-    ways = degrees.copies if degrees.zero >= SPLIT_FROM[kind] else 1
+    shards = degrees.copies if degrees.zero >= SPLIT_FROM[kind] else 1
     if plain:
         trained = sum(unit.num_trainable for unit in units)
         frozen = sum(unit.num_params for unit in units) - trained
         times = {Kind.MASTER: 0, Kind.MOMENT: run.moments}.get(kind, 1)
         if kind is Kind.MOMENT:
-            return run.trained_bytes * times * sum(-(-unit.num_trainable // ways) for unit in units)
+            return run.trained_bytes * times * sum(-(-unit.num_trainable // shards) for unit in units)
         return run.trained_bytes * trained * times + run.frozen_bytes * frozen * (kind is Kind.PARAM)
     size = element_bytes(run, degrees.zero)[kind]
-    return size * sum(-(-(unit.num_params if kind is Kind.PARAM else unit.num_trainable) // ways) for unit in units)
+    return size * sum(-(-(unit.num_params if kind is Kind.PARAM else unit.num_trainable) // shards) for unit in units)
 
 
 def _lossy(facts: Facts, degrees: Degrees, tier: Tier) -> int:
