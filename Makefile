@@ -70,6 +70,7 @@ faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k lau
 lint: $(READY) ## format, lint and type checks
 	ruff format --check .
 	ruff check .
+	lint-imports --no-logo --no-cache
 	mypy
 
 format: $(READY) ## format the code

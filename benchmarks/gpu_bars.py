@@ -72,7 +72,7 @@ def costs(found: Mapping[str, Found]) -> Iterator[str]:
     """What is no bar, but was asked."""
     pair = over(step_s(found.get("without cuDNN's attention")), step_s(found.get("with cuDNN's attention")))
     if pair is not None:
-        yield f"a step without cuDNN's attention, which training.deterministic excludes: {pair:.3f} times as long"
+        yield f"a step without cuDNN's attention, which training.full_determinism excludes: {pair:.3f} times as long"
 
 
 def told(found: Found) -> str:

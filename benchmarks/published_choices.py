@@ -31,7 +31,7 @@ from deepstow.strategies.core.facts import (
     Work,
 )
 from deepstow.strategies.core.protocol import Refusal
-from deepstow.strategies.planner.hybrid.cluster import Cluster
+from deepstow.strategies.planner.cluster import Cluster
 from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
 from deepstow.strategies.planner.hybrid.parts import Models
 from deepstow.strategies.planner.hybrid.search import Options, hybrid

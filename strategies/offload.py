@@ -22,11 +22,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from deepstow.strategies.core import fp8
 from deepstow.strategies.core.common_host import common_bytes
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier
+from deepstow.strategies.core.formats import nothing_to_encode, refused_by
 from deepstow.strategies.core.layout import Reduction
-from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.core.on_disk import check_folders, disk_bytes, folders_of
 from deepstow.strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
 from deepstow.strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
@@ -146,7 +145,7 @@ class Offload(Strategy):
         "rounded from the masters each time they are fetched, which saves 2 bytes of host memory per parameter "
         "wherever a gradient does not use the same place, and takes time of the CPU.",
     )
-    moments: MomentsAs = Field(
+    moments: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",
         description="How AdamW's moments rest. bf16 and int8 save 4 and 6 bytes of host memory per parameter, all "
         "updates are the CPU's and take longer, and training is not exact.",
@@ -224,7 +223,7 @@ class Offload(Strategy):
         if self.gather == "host" and not self._stage:
             yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
         yield from self._refuses_disk(run)
-        if self.frozen_weights and (said := fp8.refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
+        if self.frozen_weights and (said := refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
             yield self._refusal("frozen_weights", said)
         yield from self._refuses_moments(run)
         yield from self._refuses_passing(run) if self.gradients == "passing" else ()
@@ -283,7 +282,7 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
-        if self.frozen_weights and (said := fp8.nothing_to_round(facts)):
+        if self.frozen_weights and (said := nothing_to_encode(facts)):
             raise self._refusal("frozen_weights", said)
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
@@ -392,7 +391,7 @@ class Offload(Strategy):
             site=self.site if self.moments == "fp32" else "host",
             moments_as=self.moments,
             rounds=self.masters == "bf16",
-            fp8=self.frozen_weights == "fp8",
+            frozen_as=self.frozen_weights or "",
             weights="resident" if decided["weights"] else self.weights,
             shards=self._shards(facts.run),
             splits_gradients=self._stage >= 2,

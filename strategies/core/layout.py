@@ -8,8 +8,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
 
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
     COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
-              if the master is on the host; and so if it rests on the disk (``weight_on_disk``). If ``in_fp8`` a byte,
-              and a scale per block, which become the weight on the device, in CODES, one for all
+              if the master is on the host; and so if it rests on the disk (``weight_on_disk``). If ``frozen_as``
+              names a format, its codes and scales, which become the weight on the device, in CODES, one for all
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots. None
               where a gradient goes down from the memory in which backward made it (``grad_direct``)
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
@@ -20,10 +20,10 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     MASTER    4 at the update site; in fp32, and of a bucket that ``rounds``, e, and only if the weight stays on the
               device and its update runs on the host: else the copy, or the weight, is the master. In fp32, too, a
               weight that may rest on the disk (``copy_on_disk``) has one, beside its moments, with which it is read
-    MOMENTS   4 m at the update site; 2 m or m where the layout says so (``moments_as``), which is on the host
-    SCALES    4 m per block of elements, beside moments in int8
+    MOMENTS   4 m at the update site; less where the layout names a format (``moments_as``), which is on the host
+    SCALES    of moments, one per block of elements, if their format has blocks
     EXPANDED  on the host, one for all: moments, and masters that are rounded, while they are updated, in fp32, and
-              noise (``core/moments.py``)
+              noise (``core/formats.py``)
     STEPS     4 per parameter: torch counts updates per parameter
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
@@ -71,8 +71,7 @@ from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.fp8 import packed_bytes
-from deepstow.strategies.core.moments import MOMENT_BYTES, MomentsAs, blocks_of, expanded_bytes
+from deepstow.strategies.core.formats import FORMATS, expanded_bytes
 
 PAGE_BYTES = 4096  # every spot on the host starts on such a boundary: memory is pinned page by page
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
@@ -102,7 +101,7 @@ class Item(Enum):
 
     WEIGHT = "weight"
     COPY = "weight copy"
-    CODES = "weights in fp8"
+    CODES = "encoded weights"
     GRAD = "gradient"
     PARKED = "parked gradient"
     ARRIVAL = "arriving gradient"
@@ -145,7 +144,7 @@ class Bucket:
     on_disk: bool = False  # moments, and masters in mixed precision, rest in a file; if frozen, the weight that travels
     copy_on_disk: bool = False  # and so does the weight that travels, if it is trained
     rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
-    in_fp8: bool = False  # frozen matrices, which were rounded once, and travel so
+    frozen_as: str = ""  # the format in which frozen matrices, which were encoded once, rest and travel; empty: dtype
 
     @property
     def resident(self) -> bool:
@@ -194,7 +193,7 @@ class Bucket:
     @property
     def copy_bytes(self) -> int:
         """Of all of the weight, at rest on the host and on the link."""
-        return packed_bytes(self.num_elements) if self.in_fp8 else self.weight_bytes
+        return FORMATS[self.frozen_as].num_bytes(self.num_elements) if self.frozen_as else self.weight_bytes
 
     def state_bytes(self, moments: int) -> int:
         """Bytes of one rank's moments, and of its masters in mixed precision."""
@@ -222,7 +221,7 @@ class Layout:
     accumulation: int  # micro-batches per update
     max_grad_norm: float  # 0 does not clip
     moments: int = 2  # numbers of optimizer state per element
-    moments_as: MomentsAs = "fp32"
+    moments_as: str = "fp32"  # of ``core/formats.py``
     grad_slots: int = 2  # for gradients on their way down, and for weights that are rounded on their way up
     visit_slots: int = 2  # for visiting state
     window_slots: int = 3  # for state from the disk: one is read, one is updated, one is written; and for weights
@@ -250,8 +249,8 @@ class Layout:
 
     @property
     def codes_bytes(self) -> int:
-        """Size of the CODES region; 0 if no weight travels in fp8."""
-        return max((b.copy_bytes for b in self.buckets if b.in_fp8 and not b.resident), default=0)
+        """Size of the CODES region; 0 if no weight travels in a format of its own."""
+        return max((b.copy_bytes for b in self.buckets if b.frozen_as and not b.resident), default=0)
 
     def slots(self, item: Item) -> int:
         if item is Item.COPY and self.disk:  # weights, each on one drive, on their way up
@@ -336,10 +335,11 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if (bucket.mixed and not bucket.on_disk) or (not bucket.mixed and bucket.site is Site.HOST and bucket.resident):
         yield Need(name, Item.MASTER, state_tier, (4 if bucket.mixed else ITEM_BYTES[bucket.dtype]) * bucket.share)
     if layout.moments and not bucket.on_disk:
-        each = MOMENT_BYTES[layout.moments_as]
-        yield Need(name, Item.MOMENTS, state_tier, each * layout.moments * bucket.share)
-        if layout.moments_as == "int8":
-            yield Need(name, Item.SCALES, state_tier, 4 * layout.moments * sum(blocks_of(bucket.sizes)))
+        rests = FORMATS[layout.moments_as]
+        yield Need(name, Item.MOMENTS, state_tier, layout.moments * rests.code_bytes(bucket.share))
+        if rests.block:
+            scales = sum(map(rests.blocks, bucket.sizes))
+            yield Need(name, Item.SCALES, state_tier, rests.scale_bytes * layout.moments * scales)
     count_tier = Tier.HOST if bucket.site is Site.HOST else Tier.DEVICE
     yield Need(name, Item.STEPS, count_tier, aligned(4 * len(bucket.params)))
     if bucket.site is Site.STREAMED and (state := bucket.state_bytes(layout.moments)):

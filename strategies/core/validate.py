@@ -13,6 +13,7 @@ from typing import TypeAlias
 from deepstow.strategies.core.addresses import Addresses, Spot
 from deepstow.strategies.core.common_host import common_bytes, read_by_all
 from deepstow.strategies.core.facts import Param, Tier
+from deepstow.strategies.core.formats import FORMATS
 from deepstow.strategies.core.layout import (
     ALIGN_BYTES,
     ITEM_BYTES,
@@ -70,8 +71,14 @@ def _settings(layout: Layout) -> Iterator[str]:
             yield f"unit {name}: {count} have this name"
     if layout.window_elements < 1 or layout.window_elements % ALIGN_BYTES:
         yield f"window_elements = {layout.window_elements}: must be a multiple of {ALIGN_BYTES}, as updates are cut"
+    if "moments" not in _uses(layout.moments_as):
+        yield f"moments_as = {layout.moments_as}: is no format of moments"
     if layout.in_backward and layout.max_grad_norm > 0:
         yield "updates in backward cannot clip: the norm is known only after it"
+
+
+def _uses(name: str) -> tuple[str, ...]:
+    return FORMATS[name].uses if name in FORMATS else ()
 
 
 def _names(layout: Layout) -> Iterator[str]:
@@ -132,6 +139,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "only state that is updated on the host, and frozen weights, rest on the disk"
     if bucket.copy_on_disk and not bucket.state_on_disk:
         yield "only a trained weight whose state is on the disk rests there, too"
+    if bucket.frozen_as and "frozen weights" not in _uses(bucket.frozen_as):
+        yield f"{bucket.frozen_as} is no format of frozen weights"
     if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.shards == 1):
         yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
     if layout.moments_as != "fp32" and bucket.state_on_disk:
@@ -139,8 +148,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):
         yield "only what is trained in bf16, with moments that do not rest in fp32, has its weight as its master"
     whole = bucket.site is Site.NONE and bucket.shards == 1 and not bucket.on_disk
-    if bucket.in_fp8 and not (whole and bucket.dtype in ("float32", "bfloat16")):
-        yield "only frozen weights of one rank, in memory, rest in fp8"
+    if bucket.frozen_as and not (whole and bucket.dtype in ("float32", "bfloat16")):
+        yield f"only frozen weights of one rank, in memory, rest in {bucket.frozen_as}"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):
         yield "rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
 

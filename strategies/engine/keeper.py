@@ -64,7 +64,7 @@ class Keeper(Copied):
         """The memory of a parameter on loan: the home of a resident weight, so that its views see writes, or a copy, as
         where what is written is rounded.
         """
-        if not self._bucket.spec.resident or self._bucket.spec.in_fp8:
+        if not self._bucket.spec.resident or self._bucket.spec.frozen_as:
             return self.value()
         self._engine.ensure(self._bucket)
         return alone(self._bucket.shaped(self._bucket.weight, self._index))

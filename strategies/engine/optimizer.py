@@ -265,7 +265,8 @@ class StowOptimizer(torch.optim.Optimizer):
 
     def gathered(self, *, keep: bool, place: Place | None = None, base: bool = True) -> dict[str, Any]:
         """The model's state dict, where it ``makes_copies``: whole on ranks that ``keep`` it, without values on the
-        others. A collective. ``place``: puts a weight where it stays. Without its ``base`` no fp8 is made whole.
+        others. A collective. ``place``: puts a weight where it stays. Without its ``base`` no encoded weight is
+        made whole.
         """
         return self.access.state_dict(place if keep else without_values, base=base)
 
@@ -281,7 +282,7 @@ class StowOptimizer(torch.optim.Optimizer):
 
     @property
     def makes_copies(self) -> bool:
-        """Whether a state dict copies weights: of some each rank holds a span, or they rest in fp8."""
+        """Whether a state dict copies weights: of some each rank holds a span, or they are encoded."""
         return self.engine.shares_weights or any(bucket.codes for bucket in self.engine.buckets)
 
     @property

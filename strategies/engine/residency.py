@@ -22,7 +22,7 @@ whose update was settled, has written the master. UP reads the slot after that.
 (``expect``), or now (``memory/disk_weights.py``); UP copies it from there. Its update counts as done when it is there
 again (``rewritten``).
 
-[Note: in fp8] UP copies the codes of a weight into the one place for them on the device, and makes the weight of them
+[Note: encoded] UP copies the codes of a weight into the one place for them on the device, and makes the weight of them
 in its home: kernels in the order of its copies, so that the next codes come when these have been read.
 
 Refused: two buckets in use at the same time whose homes overlap.
@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
+from deepstow.strategies.engine.codecs import EncodedWeights
 from deepstow.strategies.engine.memory.disk_weights import DiskWeights, Updated
 from deepstow.strategies.engine.ranks.replicas import OneRank
-from deepstow.strategies.engine.tensors.fp8 import Codes
 from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
 
 
@@ -88,14 +88,14 @@ class Residency:
             return
         self._bring(bucket, bucket.copy)
 
-    def _bring_codes(self, bucket: BucketState, codes: Codes) -> None:
-        """See [Note: in fp8]."""
+    def _bring_codes(self, bucket: BucketState, codes: EncodedWeights) -> None:
+        """See [Note: encoded]."""
         assert self._codes is not None
         if self._debug:
             self._transfer.poison(Stream.UP, bucket.weight)
-        here = Codes(self._codes, bucket.spec.num_elements)
+        here = EncodedWeights(bucket.spec.frozen_as, self._codes, bucket.spec.num_elements)
         self._transfer.copy(Stream.UP, here.memory, codes.memory)
-        work = partial(here.restore, bucket.weight)
+        work = partial(here.decode, bucket.weight)
         self._transfer.run(Stream.UP, work, reads=[here.memory], writes=[bucket.weight])
         self._ranks.brought(bucket)
 

@@ -27,38 +27,44 @@ from statistics import median_low
 from typing import TypeAlias
 
 from deepstow.strategies.core.facts import Facts, Param, UnitKind
-from deepstow.strategies.core.fp8 import blocks_of, is_rounded
+from deepstow.strategies.core.formats import blocks_of, is_encoded
 from deepstow.strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
 
 PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
 SMALL = 8  # a bucket of less than this part of a block, per unit, is not worth a copy
 UNEVEN = 0.1  # of a span may be empty so that no parameter has several owners
 Kinds: TypeAlias = tuple[tuple[str, UnitKind], ...]  # of units in order, by name
-Like: TypeAlias = tuple[str, int | None, bool, bool]  # dtype, group, read elsewhere, fp8: one for all of a bucket
+Like: TypeAlias = tuple[str, int | None, bool, str]  # dtype, group, read elsewhere, ``frozen_as``: of all of a bucket
 
 
-def form(facts: Facts, capacity: int | None = None, shards: int = 1, *, fp8: bool = False) -> tuple[Bucket, ...]:
+def form(facts: Facts, capacity: int | None = None, shards: int = 1, *, frozen_as: str = "") -> tuple[Bucket, ...]:
     """Buckets of all parameters in order of first use, all on the device.
 
     Args:
         capacity: bytes of a bucket, unless one parameter is larger; None: those of the largest block in that dtype.
         shards: ranks that hold a span of each bucket.
-        fp8: frozen matrices of blocks travel in it, and have buckets of their own.
+        frozen_as: the format in which frozen matrices of blocks travel, in buckets of their own; empty: as they are.
     """
     assert facts.params, "buckets are made of single parameters; these facts do not list them"
-    in_fp8 = {param.name for param in facts.params if fp8 and is_rounded(param, blocks_of(facts))}
-    return _formed(facts.params, _kinds(facts), capacity, shards, frozenset(in_fp8))
+    blocks = blocks_of(facts)
+    encoded = {param.name: frozen_as for param in facts.params if frozen_as and is_encoded(param, blocks)}
+    return _formed(facts.params, _kinds(facts), capacity, shards, tuple(encoded.items()))
 
 
 @lru_cache(maxsize=64)
 def _formed(
-    params: tuple[Param, ...], kinds: Kinds, capacity: int | None, shards: int, in_fp8: frozenset[str] = frozenset()
+    params: tuple[Param, ...],
+    kinds: Kinds,
+    capacity: int | None,
+    shards: int,
+    encoded: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Bucket, ...]:
     """``form``: a search asks for the same buckets again and again."""
     place = {name: index for index, (name, _) in enumerate(kinds)}
     in_order = sorted(params, key=lambda param: place[param.unit])
     pieces = list[list[Param]]()
-    likes = {param.name: _like(param, in_fp8) for param in in_order}
+    formats = dict(encoded)
+    likes = {param.name: _like(param, formats.get(param.name, "")) for param in in_order}
     for like in dict.fromkeys(likes.values()):
         size = capacity or _block_bytes(params, kinds, like[0])
         pieces += _pieces([param for param in in_order if likes[param.name] == like], kinds, size)
@@ -117,8 +123,8 @@ def _kinds(facts: Facts) -> Kinds:
     return tuple((unit.name, unit.kind) for unit in facts.units)
 
 
-def _like(param: Param, in_fp8: frozenset[str]) -> Like:
-    return (param.dtype, param.group, param.elsewhere, param.name in in_fp8)
+def _like(param: Param, frozen_as: str) -> Like:
+    return (param.dtype, param.group, param.elsewhere, frozen_as)
 
 
 def _bytes(param: Param) -> int:
@@ -162,7 +168,7 @@ def _cut(share: Iterable[Param], capacity: int) -> Iterator[list[Param]]:
 
 
 def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str], like_of: Mapping[str, Like]) -> list[str]:
-    """``model.layers.0``, ``model.layers.0..3``; further ``:fp8``; ``:group1`` and ``/1`` if it were there twice."""
+    """``model.layers.0``, ``model.layers.0..3``; further a format; ``:group1`` and ``/1`` if it were there twice."""
     bases = [_span(sorted({param.unit for param in piece}, key=units.index)) for piece in pieces]
     likes = [like_of[piece[0].name] for piece in pieces]
     groups, dtypes = defaultdict[str, set[int | None]](set), defaultdict[str, set[str]](set)
@@ -173,7 +179,7 @@ def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str], like_of: Map
     seen: Counter[tuple[str, Like]] = Counter()
     names: list[str] = []
     for base, like in zip(bases, likes, strict=True):
-        (dtype, group, *_), name = like, base + ":elsewhere" * like[2] + ":fp8" * like[3]
+        (dtype, group, *_), name = like, base + ":elsewhere" * like[2] + f":{like[3]}" * bool(like[3])
         if len(groups[base]) > 1:
             name += ":frozen" if group is None else f":group{group}"
         if len(dtypes[base]) > 1:
@@ -194,7 +200,7 @@ def _span(units: Sequence[str]) -> str:
 
 
 def _bucket(name: str, params: Sequence[Param], place: dict[str, int], shards: int, like: Like) -> Bucket:
-    dtype, group, _, in_fp8 = like
+    dtype, group, _, frozen_as = like
     step = ALIGN_BYTES // ITEM_BYTES[dtype]
     offsets, end = _offsets([-(-param.num_elements // step) * step for param in params], shards, step)
     users = {unit for param in params for unit in (param.unit, *param.users)}
@@ -210,7 +216,7 @@ def _bucket(name: str, params: Sequence[Param], place: dict[str, int], shards: i
         site=Site.NONE if group is None else Site.DEVICE,
         shards=shards,
         looked_up=all(param.looked_up for param in params),
-        in_fp8=in_fp8,
+        frozen_as=frozen_as,
     )
 
 

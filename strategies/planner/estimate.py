@@ -17,8 +17,8 @@ from operator import mul
 from typing import NamedTuple
 
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Facts, Tier
+from deepstow.strategies.core.formats import slower, touched_bytes
 from deepstow.strategies.core.layout import Site
-from deepstow.strategies.core.moments import slower, touched_bytes
 from deepstow.strategies.planner.exchanges import gather_rate, sums_slowdown
 from deepstow.strategies.planner.places import OffloadRequest, Place, Placement, Places
 from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from deepstow.strategies.core.facts import Facts, Rates, RunFacts
 from deepstow.strategies.core.layout import Reduction
-from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
+from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
 from deepstow.strategies.planner.two_level import GATHERS, SUMS, machines_of, phases
 

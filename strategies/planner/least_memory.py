@@ -5,7 +5,7 @@ state placements, each with all ways to choose the weights that are offloaded.
 
 Device bytes of a placement with its weights on the device only at the ticks that use them, T being those offloaded:
 
-    rest + (all weights - those of T) + the most that is used of T at one tick (+ codes, if T has any in fp8)
+    rest + (all weights - those of T) + the most that is used of T at one tick (+ codes, if any of T is encoded)
 
 What T frees never shrinks as T grows, so without a limit on the host T is all that may be offloaded; with one, T is
 filled from the largest on, weights whose copy costs nothing first. For blocks that are alike this is the best T.

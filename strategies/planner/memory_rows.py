@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from deepstow.strategies.core.addresses import Addresses
 from deepstow.strategies.core.facts import Facts, Tier, Unit
+from deepstow.strategies.core.formats import FORMATS
 from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     Bucket,
@@ -25,7 +26,6 @@ from deepstow.strategies.core.layout import (
     rounded_to_fetch,
     scratch_bytes,
 )
-from deepstow.strategies.core.moments import MOMENT_BYTES
 from deepstow.strategies.core.plan import RUN, Kind, Plan, Reserve, Share
 from deepstow.strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
@@ -40,7 +40,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
     Item.RECEIVED: ("received gradients", "one bucket's, from all ranks, to be added"),
     Item.SCALES: ("scales of moments", "one per block of them"),
-    Item.CODES: ("weights in fp8", "of one bucket, on its way up; where they rest, their scales"),
+    Item.CODES: ("encoded weights", "of one bucket, on its way up; where they rest, their scales"),
     Item.EXPANDED: ("expanded moments", "those that are updated, in fp32, and noise to round them"),
     Item.WINDOW: ("slots for state from the disk", "state that is read, updated or written"),
 }
@@ -72,13 +72,15 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     size, shards = ITEM_BYTES[bucket.dtype], bucket.shards
     if kind is Kind.PARAM:
         if bucket.resident:
-            return Resting(Tier.DEVICE, size, "always present" + ", rounded to fp8: not exact" * bucket.in_fp8)
+            rounded = f", rounded to {bucket.frozen_as}: not exact" if bucket.frozen_as else ""
+            return Resting(Tier.DEVICE, size, "always present" + rounded)
         if bucket.weight_on_disk:
             return Resting(Tier.HOST, 0, "on the disk, read for use", shards)
         if rounded_to_fetch(bucket, layout):
             return Resting(Tier.HOST, 0, "rounded from its master for use", shards)
-        if bucket.in_fp8:
-            return Resting(Tier.HOST, 1, "fetched for use, in fp8: not exact")
+        if bucket.frozen_as:
+            whole = FORMATS[bucket.frozen_as].bits // 8  # what is beyond whole bytes is CODES', with the scales
+            return Resting(Tier.HOST, whole, f"fetched for use, in {bucket.frozen_as}: not exact")
         parks = parks_in_copy(bucket, layout)
         reason = "fetched for use; the gradient takes its place" if parks else "fetched for use"
         return Resting(Tier.HOST, size, reason, shards)
@@ -99,12 +101,12 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
     if bucket.on_disk and (kind is Kind.MOMENT or bucket.mixed):
         return Resting(tier, 0, "on the disk, visits the host for the CPU's update", shards)
-    each, reason = 4, UPDATES[bucket.site]
+    bits, reason = 32, UPDATES[bucket.site]
     if kind is Kind.MASTER and bucket.rounds:
-        each = size
+        bits = 8 * size
     if kind is Kind.MOMENT and layout.moments_as != "fp32":
-        each, reason = MOMENT_BYTES[layout.moments_as], f"{reason}, in {layout.moments_as}: not exact"
-    return Resting(tier, each * numbers, reason, shards)
+        bits, reason = FORMATS[layout.moments_as].bits, f"{reason}, in {layout.moments_as}: not exact"
+    return Resting(tier, bits * numbers // 8, reason, shards)
 
 
 def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
@@ -167,7 +169,9 @@ def _shared_bytes(layout: Layout, tier: Tier) -> dict[Item, int]:
     if tier is Tier.HOST:
         totals[Item.EXPANDED] = aligned(layout.expanded_bytes, tier)
         totals[Item.WINDOW] = layout.window_bytes
-        totals[Item.CODES] = sum(b.copy_bytes - b.num_elements for b in layout.buckets if b.in_fp8 and not b.resident)
+        encoded = [bucket for bucket in layout.buckets if bucket.frozen_as and not bucket.resident]
+        whole = sum(FORMATS[bucket.frozen_as].bits // 8 * bucket.num_elements for bucket in encoded)
+        totals[Item.CODES] = sum(bucket.copy_bytes for bucket in encoded) - whole
     for pool in slot_pools(layout):
         if pool.tier is tier:
             totals[pool.item] += pool.num_bytes

@@ -32,7 +32,6 @@ from deepstow.strategies.core.layout import (
     ticks_of,
     uses,
 )
-from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.planner.addresses import size_classes
 from deepstow.strategies.planner.buckets import capacity, form, offloadable
 
@@ -65,9 +64,9 @@ class OffloadRequest:
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``shards``:
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
-    ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters; ``fp8``: frozen matrices travel
-    in it. ``disk`` are folders for state, one on each drive, which may take ``disk_bytes`` there together. What is in
-    ``decided`` does not follow from options.
+    ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters; ``frozen_as``: the format
+    in which frozen matrices travel. ``disk`` are folders for state, one on each drive, which may take ``disk_bytes``
+    there together. What is in ``decided`` does not follow from options.
     """
 
     device_bytes: int
@@ -85,9 +84,9 @@ class OffloadRequest:
     splits_gradients: bool = False
     common_host: bool = False
     reduction: Reduction = "exact"
-    moments_as: MomentsAs = "fp32"
+    moments_as: str = "fp32"
     rounds: bool = False
-    fp8: bool = False
+    frozen_as: str = ""
     disk: tuple[str, ...] = ()
     disk_checksums: bool = True
     disk_bytes: int = 0
@@ -155,7 +154,7 @@ class Places:
     ) -> None:
         self.request, self.bucket_bytes = request, bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
-        self.buckets = form(facts, size, request.shards, fp8=request.fp8)
+        self.buckets = form(facts, size, request.shards, frozen_as=request.frozen_as)
         if request.rounds:
             trained = [bucket.group is not None and bucket.dtype == "bfloat16" for bucket in self.buckets]
             self.buckets = tuple(replace(b, rounds=some) for b, some in zip(self.buckets, trained, strict=True))

@@ -94,7 +94,7 @@ class Weight:
     copies its part over its link, and gets the others' over the network; with ``common_host`` each copies all parts of
     what comes from the host. ``on_host``: there is a copy of it, which an update on the device writes too.
     ``gradient_tick``: after which its gradient is complete; None: its last use. ``disk_bytes`` of it rest on the disk,
-    and are read into ``disk_slot`` on the host for each reload. ``copy_bytes``: of all of it on the link, in fp8.
+    and are read into ``disk_slot`` on the host for each reload. ``copy_bytes``: on the link, if it is encoded.
     """
 
     name: str
@@ -241,7 +241,7 @@ class Problem:
         return max(self.up_seconds(num_bytes) + self.decode_seconds(weight), weight.disk_bytes / self.shared.disk[0])
 
     def decode_seconds(self, weight: Weight) -> float:
-        """Of UP, to make weights of fp8: codes are read, weights written, read, multiplied and written."""
+        """Of UP, to decode weights: codes are read, weights written, read, multiplied and written."""
         return 0.0 if weight.copy_bytes is None else (weight.copy_bytes + 3 * weight.num_bytes) / self.shared.device
 
     @cached_property

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, NO_WORK, Facts, Rates, Unit, UnitKind
+from deepstow.strategies.core.formats import slower, touched_bytes
 from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     SCRATCH_ELEMENTS,
@@ -33,7 +34,6 @@ from deepstow.strategies.core.layout import (
     ticks_of,
     uses,
 )
-from deepstow.strategies.core.moments import slower, touched_bytes
 from deepstow.strategies.core.on_disk import read_bytes, rewritten_bytes
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.planner.activation_policy import FULL, by_policy
@@ -151,7 +151,7 @@ def problem_of(
                 common_host=layout.common_host
                 and bucket.shards > 1
                 and not (bucket.weight_on_disk or rounded_to_fetch(bucket, layout)),
-                copy_bytes=bucket.copy_bytes if bucket.in_fp8 else None,
+                copy_bytes=bucket.copy_bytes if bucket.frozen_as else None,
                 disk_bytes=read_bytes(bucket),
                 disk_slot=slots.get((bucket.name, Item.COPY)) if bucket.weight_on_disk else None,
             )

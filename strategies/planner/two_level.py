@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from deepstow.strategies.core.facts import Facts
-from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
+from deepstow.strategies.planner.cluster import Cluster, Wire
 
 SLICES = (1, 2, 4, 8)  # that are tried
 UNKNOWN = 2  # slices where rates are unknown: the least with which anything overlaps

@@ -167,7 +167,7 @@ def alone(facts: Facts, layout: Layout, indices: Collection[int]) -> Alone:
     sizes = [sum(aligned(layout.buckets[index].weight_bytes) for index in group) for group in groups]
     disk = [sum(read_bytes(layout.buckets[index]) for index in group) for group in groups]
     copies = [
-        sum(layout.buckets[index].copy_bytes for index in group) if layout.buckets[group[0]].in_fp8 else None
+        sum(layout.buckets[index].copy_bytes for index in group) if layout.buckets[group[0]].frozen_as else None
         for group in groups
     ]
     weights = tuple(

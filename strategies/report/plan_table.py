@@ -184,7 +184,7 @@ def bucket_lines(plan: Plan) -> list[str]:
     for bucket in layout.buckets:
         # Embedding, blocks and head each have rows of their own; a bucket of several units is of the first one's kind.
         grads = (bucket.grad_tier, bucket.grad_split, bucket.grad_direct, bucket.grad_taken)
-        key = (bucket.site, grads, bucket.resident, bucket.weight_on_disk, bucket.in_fp8, kinds[bucket.units[0]])
+        key = (bucket.site, grads, bucket.resident, bucket.weight_on_disk, bucket.frozen_as, kinds[bucket.units[0]])
         groups.setdefault(key, []).append(bucket)
     return [
         *aligned(BUCKETS, (_bucket_cells(some, layout, addresses) for some in groups.values())),
@@ -234,7 +234,7 @@ def _travels(some: Sequence[Bucket], layout: Layout) -> str:
         return "stay"
     forward, backward = zip(*(leads(bucket, layout) for bucket in some), strict=True)
     ticks, turn = ticks_of(layout.units), layout.num_ticks // 2
-    come = "come" + " from the disk" * some[0].weight_on_disk + " in fp8" * some[0].in_fp8
+    come = "come" + " from the disk" * some[0].weight_on_disk + f" in {some[0].frozen_as}" * bool(some[0].frozen_as)
     if all(uses(bucket, ticks)[-1] < turn for bucket in some):
         return f"{come} {_numbers(forward)} ticks ahead in forward"
     return f"{come} {_numbers(forward)} ticks ahead in forward, {_numbers(backward)} in backward"

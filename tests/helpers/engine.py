@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Param, Tier, UnitKind
 from deepstow.strategies.core.layout import Bucket, Layout, Site
-from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.core.optimizers import state_names
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import MemoryRefusal
@@ -339,7 +338,7 @@ def plan_of(
     visit_slots: int = 2,
     disk: Sequence[str] = (),
     weights_there: bool = False,
-    moments_as: MomentsAs = "fp32",
+    moments_as: str = "fp32",
     rounds: bool = False,
     passing: bool = False,
     debug: bool = True,

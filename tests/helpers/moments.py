@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepstow.strategies.core.layout import Site
-from deepstow.strategies.core.moments import MomentsAs, blocks_of, expanded_bytes
-from deepstow.strategies.engine.buckets.bucket_state import MOMENT_DTYPES
+from deepstow.strategies.core.formats import FORMATS, expanded_bytes
+from deepstow.strategies.core.layout import Site, needs
+from deepstow.strategies.engine.buckets.bucket_state import moments_of
 from deepstow.strategies.engine.updating.chunks import Chunk
 from deepstow.strategies.engine.updating.moments import Moments
 from tests.helpers.engine import adamw
@@ -22,18 +22,17 @@ from tests.helpers.layouts import bucket, layout
 class OneParameter:
     """The two moments of parameter ``name`` of ``size`` elements, at rest as ``kind``, and its master, if it rounds."""
 
-    def __init__(self, kind: MomentsAs, name: str, size: int, *, rounds: bool = False) -> None:
+    def __init__(self, kind: str, name: str, size: int, *, rounds: bool = False) -> None:
         spec = bucket("alone", "layers.0", size, site=Site.HOST, params=(name,))
         where = layout(spec, moments_as=kind)
         room = torch.zeros(expanded_bytes(kind, 2, where.trained_spans, masters=rounds) // 4)
         arena: Any = SimpleNamespace(of=lambda *_: room)
-        self.moments, blocks = Moments(where, arena), blocks_of(spec.sizes)
-        self.bucket: Any = SimpleNamespace(
-            spec=spec,
-            moments=list(torch.zeros(2, spec.share, dtype=MOMENT_DTYPES[kind])),
-            scales=list(torch.zeros(2, sum(blocks))),
-            first_blocks=tuple(accumulate(blocks, initial=0)),
-        )
+        self.moments = Moments(where, arena)
+        memory = {each.item: torch.zeros(each.num_bytes, dtype=torch.uint8) for each in needs(spec, where)}
+        resting: Any = SimpleNamespace(of=lambda _, item, dtype: memory[item].view(dtype))
+        moments, scales = moments_of(spec, where, resting)
+        starts = tuple(accumulate(map(FORMATS[kind].blocks, spec.sizes), initial=0))
+        self.bucket: Any = SimpleNamespace(spec=spec, moments=moments, scales=scales, first_blocks=starts)
         step = self.moments.chunk
         self._chunks = [Chunk(0, at, min(size, at + step), at + step >= size) for at in range(0, size, step)]
 
@@ -61,7 +60,7 @@ class OneParameter:
 
 
 def rounding_adamw(
-    kind: MomentsAs, names: Sequence[str], groups: Iterable[dict[str, Any]], *, rounds: bool = False
+    kind: str, names: Sequence[str], groups: Iterable[dict[str, Any]], *, rounds: bool = False
 ) -> torch.optim.AdamW:
     """Torch's AdamW, whose moments are compressed and expanded after each step, and whose parameters are rounded to
     bf16, if so wished; ``names`` of its parameters.

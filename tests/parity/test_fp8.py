@@ -11,10 +11,11 @@ import transformers
 from torch import nn
 
 from deepstow.strategies.core.facts import Tier
+from deepstow.strategies.core.formats import FORMATS
 from deepstow.strategies.core.layout import Item, aligned
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.engine import AdamW, stow
-from deepstow.strategies.engine.tensors import fp8
+from deepstow.strategies.engine.codecs import E4M3, EncodedWeights, once_encoded
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from deepstow.strategies.planner.step_cost import problem_of
 from deepstow.strategies.planner.weight_schedule import ASSUMED
@@ -41,7 +42,7 @@ def round_blocks(model: nn.Module) -> Any:
     """The definition, for a model of its own."""
     for name, param in model.named_parameters():
         if ".layers." in name and param.ndim > 1 and not param.requires_grad:
-            param.data.copy_(fp8.as_rounded(param.data))
+            param.data.copy_(once_encoded(param.data, "fp8"))
     return model
 
 
@@ -55,7 +56,7 @@ def planned(model: nn.Module, **options: Any) -> Any:
 def test_the_bits_are_those_of_the_rounded_model(where: Any, dtype: torch.dtype, make: Callable[[], Transfer]) -> None:
     batches, model = tokens("llama", 3), base(dtype)
     plan = planned(model, **where)
-    moved = {name for b in plan.layout.buckets if b.in_fp8 and not b.resident for name in b.params}
+    moved = {name for b in plan.layout.buckets if b.frozen_as and not b.resident for name in b.params}
     assert bool(moved) is (where is TRAVELS)
     expected = plain(round_blocks(base(dtype)), batches)
     assert differences(expected, stowed(model, plan, batches, transfer=make())) == []
@@ -68,7 +69,7 @@ def test_a_block_that_is_not_made_whole_shows(monkeypatch: pytest.MonkeyPatch) -
     expected = plain(round_blocks(base(BF16)), batches)
     model = base(BF16)
     plan = planned(model, **TRAVELS)
-    monkeypatch.setattr(fp8.Codes, "restore", lambda self, home: home.copy_(self._codes))
+    monkeypatch.setattr(E4M3, "decode", lambda self, codes, scales, out: out.copy_(codes))
     assert differences(expected, stowed(model, plan, batches)) != []
 
 
@@ -78,13 +79,13 @@ def test_the_link_and_the_arenas_have_a_byte_per_weight(dtype: torch.dtype, monk
     model = base(dtype)
     plan = planned(model, weights="streamed", prefetch=0, site="device")
     layout, addresses = plan.layout, plan.place.addresses
-    fp8s = [bucket for bucket in layout.buckets if bucket.in_fp8]
+    fp8s = [bucket for bucket in layout.buckets if bucket.frozen_as]
     weights = sum(bucket.num_elements for bucket in fp8s)
-    assert sum(b.copy_bytes for b in fp8s) == weights + 2 * weights // fp8.BLOCK
+    assert sum(b.copy_bytes for b in fp8s) == weights + 2 * weights // FORMATS["fp8"].block
     assert addresses.num_bytes(Tier.HOST) == sum(aligned(bucket.copy_bytes, Tier.HOST) for bucket in fp8s)
     assert addresses.of("", Item.CODES).num_bytes == max(bucket.copy_bytes for bucket in fp8s)
     reserved = {share.owner: share.num_bytes for share in plan.reserves(Tier.DEVICE)}
-    assert reserved["device: weights in fp8"] >= addresses.of("", Item.CODES).num_bytes
+    assert reserved["device: encoded weights"] >= addresses.of("", Item.CODES).num_bytes
     optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
     fetched, bring = list[int](), optimizer.engine.residency._bring_codes
 
@@ -122,7 +123,7 @@ def test_what_others_see_and_write_is_rounded(where: Any) -> None:
     assert torch.equal(seen(), rounded[name])
     with optimizer.present([param]):
         param.data.mul_(3.01)
-    assert torch.equal(seen(), fp8.as_rounded(rounded[name] * 3.01))
+    assert torch.equal(seen(), once_encoded(rounded[name] * 3.01, "fp8"))
     model.load_state_dict(plain_state)
     assert torch.equal(seen(), rounded[name])
     optimizer.close()
@@ -163,16 +164,16 @@ class Memory(bytearray):
 
 def made_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights others have, after each that they are given."""
-    get, given, counts = fp8.Codes.get, list[weakref.ref[Memory]](), list[int]()
+    get, given, counts = EncodedWeights.get, list[weakref.ref[Memory]](), list[int]()
 
-    def watched(self: fp8.Codes, start: int, like: torch.Tensor) -> torch.Tensor:
+    def watched(self: EncodedWeights, start: int, like: torch.Tensor) -> torch.Tensor:
         found = get(self, start, like)
         memory = Memory(found.view(torch.uint8).numpy().tobytes())
         given.append(weakref.ref(memory))
         counts.append(sum(each() is not None for each in given))
         return torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
 
-    monkeypatch.setattr(fp8.Codes, "get", watched)
+    monkeypatch.setattr(EncodedWeights, "get", watched)
     return counts
 
 
@@ -200,7 +201,7 @@ def test_adapters_resumed_and_exported(merge: bool, saved: Path) -> None:
     fp8_weights = {**TRAVELS, "site": "host", "frozen_weights": "fp8"}
     config = config_of(saved, None, lora, strategies={"offload": fp8_weights}, save_strategy="steps", save_steps=2)
     trainer = ours(config)
-    travels = {n for b in trainer.plan.layout.buckets if b.in_fp8 and not b.resident for n in b.params}
+    travels = {n for b in trainer.plan.layout.buckets if b.frozen_as and not b.resident for n in b.params}
     assert any("experts" in name or "mlp" in name for name in travels)
     assert unlike(expected, trained(trainer)) == []
     assert export(trainer, _tokenizer(), config) is not None
@@ -211,7 +212,7 @@ def test_adapters_resumed_and_exported(merge: bool, saved: Path) -> None:
         found = transformers.AutoModelForCausalLM.from_pretrained(saved / "run" / "export").state_dict()
         (name,) = (each for each in found if each.endswith("layers.0.self_attn.o_proj.weight"))
         whole = transformers.AutoModelForCausalLM.from_pretrained(saved).state_dict()[name]
-        assert torch.equal(found[name], fp8.as_rounded(whole)) and not torch.equal(found[name], whole)
+        assert torch.equal(found[name], once_encoded(whole, "fp8")) and not torch.equal(found[name], whole)
 
 
 def on_ranks(ranks: Ranks, config: RunConfig) -> dict[str, torch.Tensor]:

@@ -4,16 +4,15 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core import moments as core
+from deepstow.strategies.core import formats
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES, Item
-from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from deepstow.strategies.engine.updating import updates
@@ -29,7 +28,7 @@ from tests.helpers.zoo import hub
 from tests.memory.test_engine import MODELS, model_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
-KINDS = get_args(MomentsAs)[1:]
+KINDS = [name for name, rests in formats.FORMATS.items() if "moments" in rests.uses and name != "fp32"]
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
 ROUNDED: dict[str, Any] = {"rounds": True}
 PASSING = ROUNDED | {"passing": True, "in_backward": True, "park": "host"}
@@ -47,12 +46,10 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_bits_are_those_of_a_loop_that_rounds_alike(
-    case: str, kind: MomentsAs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bits_are_those_of_a_loop_that_rounds_alike(case: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are cut into chunks, buckets have several: neither is seen. The last update may be short."""
     dtype, loop, wished = CASES[case]
-    for module in (core, updates):
+    for module in (formats, updates):
         monkeypatch.setattr(module, "HOST_CHUNK", 512)
     make: Callable[[], Transfer] = RaceDetector if case == "clipped" else Delayed
     batches, model = tokens("llama", 4 * loop.get("accumulation", 1))[:7], build("llama", dtype=dtype)
@@ -69,7 +66,7 @@ def test_the_bits_are_those_of_a_loop_that_rounds_alike(
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
-def trained(kind: MomentsAs, steps: int, **wished: Any) -> tuple[nn.Module, StowOptimizer]:
+def trained(kind: str, steps: int, **wished: Any) -> tuple[nn.Module, StowOptimizer]:
     model = build("llama", dtype=BF16)
     plan: Any = plan_of(model, moments_as=kind, **HOST | wished)
     optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
@@ -79,10 +76,10 @@ def trained(kind: MomentsAs, steps: int, **wished: Any) -> tuple[nn.Module, Stow
 
 @pytest.mark.parametrize(("kind", "wished"), [*((kind, {}) for kind in KINDS), ("int8", ROUNDED), ("int8", PASSING)])
 def test_saved_in_fp32_and_resumed_with_the_same_bits(
-    kind: MomentsAs, wished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, wished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is that of fp32 moments, which are read under other buckets, and in fp32."""
-    for module in (core, updates):
+    for module in (formats, updates):
         monkeypatch.setattr(module, "HOST_CHUNK", 512)
     rounds = "rounds" in wished
     model, optimizer = trained(kind, 2, **wished)
@@ -158,7 +155,7 @@ def test_bytes_per_parameter() -> None:
     """Of the host's arena, within 1 %, where all weights travel in bf16: less what does not grow with the model."""
     config = MODELS["llama"] | {"vocab_size": 32, "hidden_size": 512, "intermediate_size": 1024}
     model = model_of(config).to(BF16).train()
-    kinds: list[tuple[MomentsAs, str, str, float]] = [
+    kinds: list[tuple[str, str, str, float]] = [
         ("fp32", "fp32", "host", 14), ("bf16", "fp32", "host", 10), ("int8", "fp32", "host", 8.03),
         ("bf16", "bf16", "host", 8), ("int8", "bf16", "host", 6.03), ("int8", "bf16", "passing", 4.03),
     ]  # fmt: skip

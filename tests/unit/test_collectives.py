@@ -13,8 +13,8 @@ from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
-from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
 from deepstow.strategies.planner.two_level import GATHERS, best, phases
 from deepstow.strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts, run_facts

@@ -22,9 +22,9 @@ from deepstow.strategies.core.facts import (
 )
 from deepstow.strategies.core.plan import Kind, Tier
 from deepstow.strategies.core.registry import find
+from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.hybrid import keys
 from deepstow.strategies.planner.hybrid.account import Account, Bytes, state_bytes
-from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
 from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed, is_possible
 from deepstow.strategies.planner.hybrid.parts import Model, Models
 from deepstow.strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid

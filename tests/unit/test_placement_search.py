@@ -177,17 +177,17 @@ def test_what_stands_between_two_stacks_of_blocks_stays() -> None:
 
 
 @pytest.mark.parametrize("rates", [None, ASSUMED])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_frozen_weights_travel_while_the_adapters_stay(fp8: bool, rates: Rates | None) -> None:
+@pytest.mark.parametrize("frozen_as", ["", "fp8"])
+def test_frozen_weights_travel_while_the_adapters_stay(frozen_as: str, rates: Rates | None) -> None:
     """Where all fits, none does: a place for codes on the device is for those that travel."""
     known = transformer(blocks=6, frozen=True, machine=replace(GPU, rates=rates))
-    made = chosen(known, site="device", weights="streamed", fp8=fp8)
+    made = chosen(known, site="device", weights="streamed", frozen_as=frozen_as)
     assert {b.site for b in made.buckets if not b.resident} == {Site.NONE}
-    enough = device_bytes(chosen(known, site="device", fp8=fp8))
-    assert not travels(whole := chosen(known, enough, site="device", fp8=fp8)) and not whole.codes_bytes
-    small = chosen(known, enough - 1, site="device", fp8=fp8)
+    enough = device_bytes(chosen(known, site="device", frozen_as=frozen_as))
+    assert not travels(whole := chosen(known, enough, site="device", frozen_as=frozen_as)) and not whole.codes_bytes
+    small = chosen(known, enough - 1, site="device", frozen_as=frozen_as)
     assert {b.site for b in small.buckets} == {Site.NONE, Site.DEVICE}
-    assert travels(small) and device_bytes(small) < enough and bool(small.codes_bytes) is fp8
+    assert travels(small) and device_bytes(small) < enough and bool(small.codes_bytes) is bool(frozen_as)
 
 
 # Forced options

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from deepstow.strategies.core.commit import refuse_unwritable
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
-from deepstow.strategies.core.moments import HOST_CHUNK
+from deepstow.strategies.core.formats import HOST_CHUNK
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.transfer.transfer import Stream, transfer_for
 from deepstow.strategies.engine.transfer.worker import Worker, spare_cores

@@ -55,16 +55,16 @@ def merged(model: Any) -> PreTrainedModel:
 
 
 def round_base(model: nn.Module, layout: Layout | None) -> None:
-    """Round what was rounded to fp8 while ``layout`` trained, in a base that was loaded for its adapters. A weight that
-    is so already does not change.
+    """Round what rested in a format of its own while ``layout`` trained, in a base that was loaded for its adapters. A
+    weight that is so already does not change.
     """
-    from deepstow.strategies.engine.tensors.fp8 import as_rounded
+    from deepstow.strategies.engine.codecs import once_encoded
 
-    buckets = [] if layout is None else [bucket for bucket in layout.buckets if bucket.in_fp8]
-    names = {name.removeprefix(PREFIX) for bucket in buckets for name in bucket.params}
+    buckets = [] if layout is None else [bucket for bucket in layout.buckets if bucket.frozen_as]
+    formats = {name.removeprefix(PREFIX): bucket.frozen_as for bucket in buckets for name in bucket.params}
     for name, parameter in model.named_parameters():
-        if name in names:
-            parameter.data = as_rounded(parameter.data)
+        if name in formats:
+            parameter.data = once_encoded(parameter.data, formats[name])
 
 
 def _weights(model: Any) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from deepstow.strategies.core.facts import Facts, Param, Rates, UnitKind
 from deepstow.strategies.core.protocol import Axis, Refusal
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.activation_policy import by_policy
+from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.compressed import words
 from deepstow.strategies.planner.hybrid import keys
-from deepstow.strategies.planner.hybrid.cluster import Cluster, Wire
 from deepstow.strategies.planner.hybrid.degrees import Degrees, Size
 from deepstow.strategies.planner.hybrid.parts import Known, Models
 from deepstow.strategies.planner.hybrid.search import Options, hybrid

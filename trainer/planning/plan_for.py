@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Precision, RunFacts
-from deepstow.strategies.core.moments import MomentsAs
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.registry import find
 from deepstow.trainer.distributed.ranks import from_environment
@@ -45,7 +44,7 @@ def plan_for(
     accumulation: int = 1,
     world_size: int | None = None,
     moments: int = 2,
-    moments_as: MomentsAs = "fp32",
+    moments_as: str = "fp32",
     machine: Machine | None = None,
     debug: bool = False,
     recompute: Mapping[str, Any] | None = None,

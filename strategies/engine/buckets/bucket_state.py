@@ -35,23 +35,21 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from deepstow.strategies.core.formats import FORMATS, HOST_CHUNK
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, parks_in_copy, rounded_to_fetch
 from deepstow.strategies.core.leads import leads
-from deepstow.strategies.core.moments import HOST_CHUNK, MomentsAs, blocks_of
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.engine.buckets.gradient_state import GradientState
 from deepstow.strategies.engine.buckets.jobs import Job
 from deepstow.strategies.engine.buckets.pieces import Piece, pieces_of
+from deepstow.strategies.engine.codecs import STATE, EncodedWeights, once_encoded
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
-from deepstow.strategies.engine.tensors.fp8 import Codes, as_rounded
 from deepstow.strategies.engine.tensors.loans import HandedOut
 from deepstow.strategies.engine.tensors.nested import same_bits
 from deepstow.strategies.engine.tensors.parameter_views import ParameterViews
 from deepstow.strategies.engine.tensors.parameters import put
 from deepstow.strategies.engine.transfer.transfer import Event
-
-MOMENT_DTYPES: Mapping[MomentsAs, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Pending(Enum):
@@ -93,19 +91,17 @@ class BucketState:
         weight = flat(Item.WEIGHT, dtype)
         assert weight is not None, f"{spec.name} has no home"
         self.weight = weight
-        packed = arena.of(spec.name, Item.COPY, torch.uint8) if spec.in_fp8 else None
-        self.codes = None if packed is None else Codes(packed, spec.num_elements)  # in place of a copy
-        self.slot = None if spec.in_fp8 else flat(Item.COPY, dtype)  # from which UP copies it
+        encoded = arena.of(spec.name, Item.COPY, torch.uint8) if spec.frozen_as else None
+        self.codes = None if encoded is None else EncodedWeights(spec.frozen_as, encoded, spec.num_elements)  # no copy
+        self.slot = None if spec.frozen_as else flat(Item.COPY, dtype)  # from which UP copies it
         self.copy = self.slot if resting is None else resting.view(dtype)[: spec.share]
         self.grad, self.arrival = flat(Item.GRAD, dtype), flat(Item.ARRIVAL, dtype)
         self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
         self.new = self.parked if self.copy is None or spec.copy_on_disk else self.copy  # weight, made by the worker
         self.master = flat(Item.MASTER, torch.float32 if spec.mixed else dtype)
-        moments = flat(Item.MOMENTS, MOMENT_DTYPES[layout.moments_as], layout.moments)
-        self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
-        scales = arena.of(spec.name, Item.SCALES, torch.float32)
-        self.scales = [] if scales is None else list(scales.view(layout.moments, -1))
-        self.first_blocks = tuple(accumulate(blocks_of(spec.sizes), initial=0))  # of each parameter, in ``scales``
+        self.moments, self.scales = moments_of(spec, layout, arena)
+        blocks = map(FORMATS[layout.moments_as].blocks, spec.sizes)
+        self.first_blocks = tuple(accumulate(blocks, initial=0))  # of each parameter, in ``scales``
         own = self.master  # in fp32; else the masters are there, too
         self._on_disk = on_disk if own is None else [each.of_masters(own) for each in on_disk]
         steps = arena.of(spec.name, Item.STEPS, torch.float32)
@@ -274,12 +270,14 @@ class BucketState:
             for part in flat.split(HOST_CHUNK):
                 part.zero_()
 
-    def put_codes(self, index: int, value: Tensor) -> None:  # of a whole parameter, if it rests so
+    def put_codes(self, index: int, value: Tensor) -> None:
+        """Encode a whole parameter, if it rests so."""
         if self.codes is not None:
             self.codes.put(self.spec.offsets[index], value)
 
-    def as_kept(self, value: Tensor) -> Tensor:  # rounded, if the weight is
-        return as_rounded(value) if self.spec.in_fp8 else value
+    def as_kept(self, value: Tensor) -> Tensor:
+        """What forward sees of ``value``: it is rounded once, if the weight rests in a format of its own."""
+        return once_encoded(value, self.spec.frozen_as) if self.spec.frozen_as else value
 
     def fill(self, span: Tensor, values: Mapping[int, Tensor]) -> None:
         """Copy flat whole parameters, given by their indices, into ``span``, as far as they are in this rank's."""
@@ -398,6 +396,19 @@ class BucketState:
         if len(self.views.own) < len(self.params):
             where = "inside of `with optimizer.present(...)`"
             raise RuntimeError(f"{self.name}: backward {where}, and the plan updates there")
+
+
+def moments_of(spec: Bucket, layout: Layout, arena: Arena) -> tuple[list[Tensor], list[Tensor]]:
+    """Each moment of the span, flat: numbers in fp32, else the bytes of codes; and their scales, if there are any."""
+    rests = FORMATS[layout.moments_as]
+    region = arena.of(spec.name, Item.MOMENTS, torch.uint8)
+    if region is None:
+        return [], []
+    codes = region[: layout.moments * rests.code_bytes(spec.share)]
+    if layout.moments_as == "fp32":
+        return list(codes.view(torch.float32).view(layout.moments, spec.share)), []
+    scales = arena.of(spec.name, Item.SCALES, STATE[layout.moments_as].scale) if rests.block else None
+    return list(codes.view(layout.moments, -1)), [] if scales is None else list(scales.view(layout.moments, -1))
 
 
 def find_overlapping(buckets: list[BucketState], arena: Arena) -> None:

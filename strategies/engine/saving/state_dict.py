@@ -56,7 +56,7 @@ class StateAccess(Copied):
         self.out: dict[nn.Parameter, tuple[BucketState, int]] = {}  # parameters on loan
         self._place: Place | None = None  # puts what a state dict has where it stays
         self._placed: dict[nn.Parameter, Tensor] = {}  # a tied one stays one
-        self._base = True  # what rests in fp8 is made whole
+        self._base = True  # encoded weights are made whole
         self._lent_to_modules: dict[int, list[nn.Parameter]] = {}  # while a state dict is made, by id of the module
         # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
         # torch is set to do so, and the new ones would not be in planned memory.
@@ -199,7 +199,7 @@ class StateAccess(Copied):
 
     def state_dict(self, place: Place | None, *, base: bool) -> dict[str, Any]:
         """The model's. ``place`` is given each weight once and puts it where it stays; None: views are handed out.
-        Without its ``base`` what rests in fp8 has no values.
+        Without its ``base`` encoded weights have no values.
         """
         self._place, self._placed, self._base = place, {}, base
         try:

@@ -41,8 +41,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from deepstow.strategies.core.formats import HOST_CHUNK
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Site
-from deepstow.strategies.core.moments import HOST_CHUNK
 from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
 from deepstow.strategies.engine.buckets.jobs import Job, Scale
 from deepstow.strategies.engine.memory.stretches import Stretch, in_memory

@@ -16,9 +16,9 @@ from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.sizes import SHARE
 from deepstow.strategies.planner.budget import device_budget
+from deepstow.strategies.planner.cluster import Cluster
 from deepstow.strategies.planner.hybrid import keys
 from deepstow.strategies.planner.hybrid.account import Account, Bytes, Chunked
-from deepstow.strategies.planner.hybrid.cluster import Cluster
 from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
 from deepstow.strategies.planner.hybrid.parts import Known, Model, Models
 from deepstow.strategies.planner.hybrid.step_seconds import Price, Pricing

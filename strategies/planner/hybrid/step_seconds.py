@@ -37,9 +37,9 @@ from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, W
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS
 from deepstow.strategies.planner import compressed
 from deepstow.strategies.planner.activation_policy import FULL, by_policy
+from deepstow.strategies.planner.cluster import Cluster
 from deepstow.strategies.planner.exchanges import slices_seconds
 from deepstow.strategies.planner.expert_slices import exchanges_of
-from deepstow.strategies.planner.hybrid.cluster import Cluster
 from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
 from deepstow.strategies.planner.hybrid.parts import Model, Models, Part
 from deepstow.strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
