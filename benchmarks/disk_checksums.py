@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from deepstow.strategies.engine.memory.arena import HostMemory
 from deepstow.strategies.engine.memory.checksums import Checksums
-from deepstow.strategies.engine.memory.scratch_file import StripedFile
+from deepstow.strategies.engine.memory.tiers import Striped
 
 PIECE, SLOTS = 48 << 20, 3
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for _ in range(given.rounds):
         for checked in found:
-            with closing(StripedFile([given.folder], pieces * PIECE, checked=checked)) as file:
+            with closing(Striped([str(given.folder)], pieces * PIECE, checked=checked)) as file:
                 for piece in range(pieces):
                     file.write(slots[0], piece * PIECE)
                 began = time.perf_counter(), time.process_time()
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _step(file: StripedFile, slots: list[torch.Tensor], pieces: int, *, still: bool) -> None:
+def _step(file: Striped, slots: list[torch.Tensor], pieces: int, *, still: bool) -> None:
     """Every piece is read, updated and written."""
     threads = [ThreadPoolExecutor(1) for _ in slots]
     ready = [

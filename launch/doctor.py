@@ -173,7 +173,7 @@ def rates_row(stored: StoredRates) -> Row:
     return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=stored.others_share > QUIET)
 
 
-def measure_rates(path: Path, disk: list[Path]) -> None:
+def measure_rates(path: Path, disk: list[str]) -> None:
     """Measure and store the rates, printing progress."""
     from deepstow.trainer.machine import rates
 
@@ -183,7 +183,7 @@ def measure_rates(path: Path, disk: list[Path]) -> None:
     except OSError as error:
         raise ConfigError(f"--out {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"--disk {' '.join(map(str, disk))}: {error}") from None
+        raise ConfigError(f"--disk {' '.join(disk)}: {error}") from None
     write_line(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
 
 
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rates", action="store_true", help="measure how fast this machine is, in under a minute")
     parser.add_argument("--out", type=Path, metavar="PATH", help=f"with --rates: the file (default {stored_at()})")
     told = "with --rates: also the disk, for optimizer state; several folders: drives that have parts of it"
-    parser.add_argument("--disk", type=Path, nargs="+", default=[], metavar="FOLDER", help=told)
+    parser.add_argument("--disk", nargs="+", default=[], metavar="FOLDER", help=told)
     args = parser.parse_args(argv)
     if args.rates:
         if args.build or args.json:

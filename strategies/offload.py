@@ -17,7 +17,6 @@ clipping is on, and each weight is updated before it is next read; nothing is st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, PrivateAttr
@@ -245,10 +244,10 @@ class Offload(Strategy):
 
     def check_installed(self) -> None:
         """The folders of ``disk`` can have a file each, however large."""
-        from deepstow.strategies.engine.memory.scratch_file import unsuitable
+        from deepstow.strategies.engine.memory.tiers import unsuitable
 
         for folder in folders_of(self.disk):
-            if said := unsuitable(Path(folder)):
+            if said := unsuitable(folder):
                 raise self._refusal("disk", f"{folder}: {said}" if isinstance(self.disk, list) else said)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:

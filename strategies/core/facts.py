@@ -301,10 +301,6 @@ class Rates:
         disk = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
         return replace(self, **{name: getattr(self, name) / ranks for name in (*memory, *disk)})
 
-    def disk_bytes_per_s(self, drives: int) -> tuple[float, float]:
-        """Bytes per second that so many drives read, and write, together."""
-        return drives * self.disk_read_bytes_per_s, drives * self.disk_write_bytes_per_s
-
     def exchange_bytes_per_s(self) -> float:
         """Bytes per second that a rank sends to others, while it receives as many."""
         return self.net_bytes_per_s or 1 / (1 / self.up_bytes_per_s + 1 / self.down_bytes_per_s)

@@ -10,12 +10,59 @@ one that has the fewest bytes. It is read into a slot of COPY, and if it is trai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import normpath
 
-from deepstow.strategies.core.facts import Tier
+from deepstow.strategies.core.facts import Rates, Tier
 from deepstow.strategies.core.layout import Bucket, Layout, aligned
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKind:
+    """A kind of place beyond the host's memory; its class is in ``strategies/engine/memory/tiers.py``.
+
+    Args:
+        where: what tables and reports call it.
+        holds_weights: weights may rest there, since its bytes can be mapped.
+        bytes_per_s: that each of them reads, and writes, as long as none was measured; None: as the machine's drives.
+    """
+
+    where: str
+    holds_weights: bool = True
+    bytes_per_s: tuple[float, float] | None = None
+
+
+# By the scheme of what ``strategies.offload.disk`` names: ``tcp`` of tcp://host:port; a folder has none.
+STORES: Mapping[str, StoreKind] = {"": StoreKind("on the disk")}
+
+
+def scheme_of(place: str) -> str:
+    """The kind of a place, a key of ``STORES`` if it is known."""
+    scheme, separator, _ = place.partition("://")
+    return scheme if separator else ""
+
+
+def hold_weights(places: Iterable[str]) -> bool:
+    """Whether weights may rest in all of these."""
+    return all(STORES[scheme_of(place)].holds_weights for place in places)
+
+
+def where(places: Iterable[str]) -> str:
+    """What a report says of them: ``on the disk``."""
+    return " and ".join(dict.fromkeys(STORES[scheme_of(place)].where for place in places))
+
+
+def bytes_per_s(rates: Rates, places: Sequence[str]) -> tuple[float, float]:
+    """What these places together read and write per second, as they were measured, or by their kinds."""
+    drives = rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s
+    if rates.disk_folder == ", ".join(places):
+        each = [drives] * len(places)
+    else:
+        each = [STORES[scheme_of(place)].bytes_per_s or drives for place in places]
+    # Each has an equal part of what is moved, so the slowest decides.
+    slowest = min((read for read, _ in each), default=drives[0]), min((write for _, write in each), default=drives[1])
+    return max(1, len(each)) * slowest[0], max(1, len(each)) * slowest[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +158,8 @@ def check_folders(value: str | list[str]) -> str | list[str]:
     folders = folders_of(value)
     if not (folders and all(folders)):
         raise ValueError("must be a folder, or a list of folders")
+    if unknown := [one for one in folders if scheme_of(one) not in STORES]:
+        raise ValueError(f"names {unknown[0]}, and what {scheme_of(unknown[0])}:// is nobody knows; name a folder")
     if twice := [one for one, times in Counter(map(normpath, folders)).items() if times > 1]:
         raise ValueError(f"names {twice[0]} twice; write a folder of each drive once")
     return value

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Facts, Tier
 from deepstow.strategies.core.formats import slower, touched_bytes
 from deepstow.strategies.core.layout import Site
+from deepstow.strategies.core.on_disk import bytes_per_s
 from deepstow.strategies.planner.exchanges import gather_rate, sums_slowdown
 from deepstow.strategies.planner.places import OffloadRequest, Place, Placement, Places
 from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
@@ -57,7 +58,7 @@ class Estimate:
         leaving = [places.buckets[index] for index in places.blocks]
         self._packed = sum(b.copy_bytes for b in leaving) / sum(b.weight_bytes for b in leaving) if leaving else 1.0
         rates = self._rates
-        read, write = rates.disk_bytes_per_s(max(1, len(request.disk)))
+        read, write = bytes_per_s(rates, request.disk)
         self._disk_s, self._read_s = (1 / read + 1 / write) / rates.disk_overlap, 1 / read
         self._write_s = 1 / write
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)

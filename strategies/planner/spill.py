@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Bucket, Layout, Site, aligned, needs
-from deepstow.strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
+from deepstow.strategies.core.on_disk import bytes_on_disk, hold_weights, weight_bytes_on_disk
 from deepstow.strategies.planner.addresses import place
 from deepstow.strategies.planner.places import Place, Placement, Places
 
@@ -67,13 +67,14 @@ def _resting(at: Place, *, state: bool, copy: bool) -> Place:
 def _moves(places: Places, layout: Layout, none: Placement) -> Iterator[tuple[int, bool, int]]:
     """What may go there, in order: of which bucket, whether the weight of a trained one, and its bytes there."""
     away = [index for index, at in enumerate(none) if places.may_leave(index, at)]
-    frozen = {index for index in away if none[index].site is Site.NONE}
+    weights = hold_weights(layout.disk)
+    frozen = {index for index in away if none[index].site is Site.NONE and weights}
     rests = [index for index, at in enumerate(none) if at.site is Site.HOST or index in frozen]
     rests.sort(key=lambda index: (index not in places.of_blocks, index in frozen, -index))
     for index in rests:
         if index in places.of_blocks:
             yield index, False, bytes_on_disk(places.buckets[index], layout)
-    for index in reversed(away):
+    for index in reversed(away) if weights else ():
         if index in places.of_blocks and none[index].site is Site.HOST:
             alone, both = (places.hosted(index, _resting(none[index], state=True, copy=copy)) for copy in (False, True))
             if both < alone:

@@ -34,7 +34,7 @@ from deepstow.strategies.core.layout import (
     ticks_of,
     uses,
 )
-from deepstow.strategies.core.on_disk import read_bytes, rewritten_bytes
+from deepstow.strategies.core.on_disk import bytes_per_s, read_bytes, rewritten_bytes
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.planner.activation_policy import FULL, by_policy
 from deepstow.strategies.planner.addresses import slot_numbers, weight_packing
@@ -168,7 +168,7 @@ def problem_of(
             network=gather_rate(facts, rates),
             sums=sums_slowdown(facts, rates, layout.reduction) if in_spans else 1.0,
             through_host=rates.net_bytes_per_s is None,
-            disk=rates.disk_bytes_per_s(max(1, len(layout.disk))),
+            disk=bytes_per_s(rates, layout.disk),
             disk_overlap=rates.disk_overlap,
         ),
     )

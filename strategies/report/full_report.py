@@ -9,7 +9,15 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from deepstow.strategies.core.facts import Unit, UnitKind
-from deepstow.strategies.core.on_disk import disk_bytes, state_file_bytes, weight_bytes_on_disk, weights_on_disk
+from deepstow.strategies.core.on_disk import (
+    bytes_per_s,
+    disk_bytes,
+    scheme_of,
+    state_file_bytes,
+    weight_bytes_on_disk,
+    weights_on_disk,
+    where,
+)
 from deepstow.strategies.core.plan import NONE, Keep, Kind, Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner import gemm_routes
@@ -127,12 +135,12 @@ def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
     parts = [f"{human(state)} of {of}optimizer state, read and written once per step"] * (state > 0)
     parts += [f"{human(new)} of {of}weights, read in forward and in backward and written once per step"] * (new > 0)
     parts += [f"{human(frozen)} of {of}frozen weights, read in forward and in backward"] * (frozen > 0)
-    line = f"on the disk ({', '.join(layout.disk)}): {'; '.join(parts)}"
+    line = f"{where(layout.disk)} ({', '.join(layout.disk)}): {'; '.join(parts)}"
     if cost is not None and rates is not None:
         command = f"assumed; launch/doctor.py --rates --disk {' '.join(layout.disk)} measures"
         per_hour = written / cost.seconds * 3600 / 1e12
-        read, write = (ranks * rate / 1e9 for rate in rates.disk_bytes_per_s(len(layout.disk)))
-        if written:
+        read, write = (ranks * rate / 1e9 for rate in bytes_per_s(rates, layout.disk))
+        if written and not any(map(scheme_of, layout.disk)):
             line += f": {per_hour:.3g} TB written per hour (a drive that is rated for {RATED_TB} TB lasts "
             line += f"{len(layout.disk) * RATED_TB / per_hour / 24:,.0f} days)"
         line += f"; read {read:.3g} GB/s" + f", written {write:.3g}" * (written > 0) + " "

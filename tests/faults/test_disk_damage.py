@@ -61,7 +61,7 @@ def places_of(optimizer: StowOptimizer, what: str) -> tuple[ScratchFile, list[tu
     engine = optimizer.engine
     if what == "optimizer state":
         assert engine.disk is not None
-        files = engine.disk._file._files
+        files = engine.disk._file._stores
         held = {slot.holds for slot in engine.disk._slots}
         places = [
             (offset, part_bytes(memory.numel(), len(files)))
@@ -70,7 +70,7 @@ def places_of(optimizer: StowOptimizer, what: str) -> tuple[ScratchFile, list[tu
         ]
         return files[0], places
     assert engine.disk_weights is not None
-    file = engine.disk_weights._file._files[-1]
+    file = engine.disk_weights._file._stores[-1]
     of_it = [(slot, memory, at) for slot, memory, where, at in engine.disk_weights._places.values() if where is file]
     held = {id(slot): slot.holds for slot, _, _ in of_it}
     index_of = {at: index for index, (_, _, where, at) in engine.disk_weights._places.items() if where is file}

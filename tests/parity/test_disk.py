@@ -21,9 +21,10 @@ from deepstow.strategies.core.layout import PAGE_BYTES, Layout
 from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
-from deepstow.strategies.engine.memory import disk_state, scratch_file
+from deepstow.strategies.engine.memory import disk_state, scratch_file, tiers
 from deepstow.strategies.engine.memory.arena import Arena
-from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile, StripedFile
+from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile
+from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from deepstow.strategies.planner import places
 from deepstow.trainer.planning.plan_for import plan_for
@@ -126,8 +127,8 @@ def test_each_piece_is_read_once_though_another_update_waits(tmp_path: Path, mon
         with stretch.at_hand(writes=True, behind=True):
             pass
     read: list[int] = []
-    once = scratch_file.StripedFile.read
-    monkeypatch.setattr(scratch_file.StripedFile, "read", lambda file, *to: (read.append(to[1]), once(file, *to)))
+    once = tiers.Striped.read
+    monkeypatch.setattr(tiers.Striped, "read", lambda file, *to: (read.append(to[1]), once(file, *to)))
     disk.expect([later])
     for stretch in pieces:
         with stretch.at_hand(writes=True, behind=True):
@@ -297,9 +298,9 @@ def test_each_drive_has_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for page, part in enumerate(memory.split(PAGE_BYTES)):
         part.fill_(1 + page)
     one, other = folders(tmp_path, "one", "other")
-    with closing(StripedFile([one, other], 4 * PAGE_BYTES)) as file:
+    with closing(Striped([str(one), str(other)], 4 * PAGE_BYTES)) as file:
         file.write(memory, 2 * PAGE_BYTES)
-        found = [Path(f"/proc/self/fd/{part._handle}").read_bytes()[2 * PAGE_BYTES :] for part in file._files]
+        found = [Path(f"/proc/self/fd/{part._handle}").read_bytes()[2 * PAGE_BYTES :] for part in file._stores]
         assert [set(content[::PAGE_BYTES]) for content in found] == [{1, 2}, {3, 0}]
         read = torch.frombuffer(mmap.mmap(-1, 3 * PAGE_BYTES), dtype=torch.uint8)
         file.read(read, 2 * PAGE_BYTES)
@@ -307,7 +308,7 @@ def test_each_drive_has_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ended = []
 
         def late(handle: int, *given: Any) -> int:
-            if handle == file._files[0]._handle:
+            if handle == file._stores[0]._handle:
                 raise OSError(errno.EIO, "broken")
             time.sleep(0.05)
             ended.append(handle)
@@ -316,12 +317,12 @@ def test_each_drive_has_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(os, "pwritev", late)
         with pytest.raises(DiskError, match=f"in {one}: .*broken"):
             file.write(memory, 0)
-        assert ended == [file._files[1]._handle]
+        assert ended == [file._stores[1]._handle]
         os.truncate(f"/proc/self/fd/{ended[0]}", 0)
         with pytest.raises(DiskError, match=f"in {other}: "):
             file.read(memory, 2 * PAGE_BYTES)
     with pytest.raises(ValueError, match=f"^{tmp_path}/none: no such folder"):
-        StripedFile([one, f"{tmp_path}/none"], PAGE_BYTES)
+        Striped([str(one), f"{tmp_path}/none"], PAGE_BYTES)
 
 
 def test_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_room_is_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(machines, "agreement", lambda *_: nullcontext(Together()))
     monkeypatch.setattr(machines, "file_bytes", lambda layout: 1000)
-    monkeypatch.setattr(machines, "StripedFile", full)
+    monkeypatch.setattr(machines, "Striped", full)
     with pytest.raises(RuntimeError, match=r"strategies.offload.disk = /fast, /other: /other: full"):
         machines.refuse_without_room(config, Ranks(0, 0, 3, 2), plan, pytest.fail)
     machines.refuse_without_room(config, Ranks(1, 1, 3, 2), plan, pytest.fail)
@@ -59,7 +59,7 @@ def test_folders_on_one_drive_are_said(measured: str, tmp_path: Path, monkeypatc
     plan: Any = SimpleNamespace(layout=SimpleNamespace(disk=folders), facts=SimpleNamespace(machine=machine))
     monkeypatch.setattr(machines, "agreement", lambda *_: nullcontext(Together()))
     monkeypatch.setattr(machines, "file_bytes", lambda layout: 1000)
-    monkeypatch.setattr(machines, "StripedFile", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(machines, "Striped", lambda *_: SimpleNamespace(close=lambda: None))
     said = list[str]()
     machines.refuse_without_room(SimpleNamespace(), Ranks(0, 0, 3, 2), plan, said.append)
     assert [f"{', '.join(folders)}: on 1 file system" in line for line in said] == [True] * (measured != "on both")

@@ -1,6 +1,6 @@
 """How fast drives are for optimizer state: what ``launch/doctor.py --rates --disk FOLDER ...`` adds.
 
-The engine's own files (``strategies/engine/memory/scratch_file.py``), which go past the page cache, are filled in large
+The engine's own stores (``strategies/engine/memory/tiers.py``), which go past the page cache, are filled in large
 pieces, which does not count: drives write fast until a cache of theirs is full, and what was never written is not read
 from the disk. Then they are written again for some seconds, read, and both at once by two threads, several drives
 together. What they sustain for hours may still be less.
@@ -22,20 +22,21 @@ from torch import Tensor
 from deepstow.strategies.core.on_disk import part_bytes
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.arena import HostMemory
-from deepstow.strategies.engine.memory.scratch_file import StripedFile
+from deepstow.strategies.engine.memory.tiers import Striped
 
 PIECE = 64 << 20
 MOST_BYTES = 4 << 30  # of the file, or a quarter of what is free
 
 
-def measure(folders: Sequence[Path], seconds: float, say: Callable[[str], None]) -> tuple[float, float, float]:
-    """Bytes per second that each drive reads, and writes, for so many seconds, and how much of both it does at once (1:
-    either or, 2: each as if it were alone). Raise ValueError: a folder cannot have such a file.
+def measure(places: Sequence[str], seconds: float, say: Callable[[str], None]) -> tuple[float, float, float]:
+    """Bytes per second that each of ``places`` reads, and writes, for so many seconds, and how much of both it does at
+    once (1: either or, 2: each as if it were alone). Raise ValueError: one cannot have such a file.
     """
-    free = min(shutil.disk_usage(folder).free if folder.is_dir() else 0 for folder in folders)
-    pieces, part = max(2, min(MOST_BYTES, free // 4) // PIECE), part_bytes(PIECE, len(folders))
-    with closing(StripedFile(folders, pieces * part, checked=False)) as file:  # checksums are made beside moves
-        say(f"the disk of {', '.join(map(str, folders))}: {human(pieces * PIECE)}, past the page cache")
+    folders = [place for place in places if Path(place).is_dir()]
+    free = min((shutil.disk_usage(folder).free for folder in folders), default=MOST_BYTES)
+    pieces, part = max(2, min(MOST_BYTES, free // 4) // PIECE), part_bytes(PIECE, len(places))
+    with closing(Striped(places, pieces * part, checked=False)) as file:  # checksums are made beside moves
+        say(f"the disk of {', '.join(places)}: {human(pieces * PIECE)}, past the page cache")
         source, target = (HostMemory(PIECE, torch.device("cpu"), "a piece of the file").memory for _ in range(2))
         source.random_()
 
@@ -56,4 +57,4 @@ def measure(folders: Sequence[Path], seconds: float, say: Callable[[str], None])
     giga = 1e9
     at_once = f"{reading / giga:.3g} and {writing / giga:.3g}"
     say(f"  read {read / giga:.3g} GB/s, written {write / giga:.3g}; both at once {at_once}")
-    return read / len(folders), write / len(folders), max(1.0, min(2.0, reading / read + writing / write))
+    return read / len(places), write / len(places), max(1.0, min(2.0, reading / read + writing / write))

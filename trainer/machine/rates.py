@@ -240,9 +240,9 @@ def shared_dram(alone: float, link: float, update: float, together: float) -> fl
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
-def measure_and_store(path: Path, say: Say, disk: Sequence[Path] = ()) -> StoredRates:
-    """Measure this machine, its current device and the drives of folders, and store the rates in ``path``. Raises
-    OSError if it cannot be written, which is tried before measuring; ValueError: a folder is none for the state.
+def measure_and_store(path: Path, say: Say, disk: Sequence[str] = ()) -> StoredRates:
+    """Measure this machine, its current device and what ``disk`` names, and store the rates in ``path``. Raises
+    OSError if it cannot be written, which is tried before measuring; ValueError: a place is none for the state.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(path)
@@ -260,11 +260,11 @@ def measure_and_store(path: Path, say: Say, disk: Sequence[Path] = ()) -> Stored
     return stored
 
 
-def disk_rates_of(folders: Sequence[Path], say: Say) -> dict[str, Any]:
+def disk_rates_of(places: Sequence[str], say: Say) -> dict[str, Any]:
     """The fields of ``Rates`` about drives."""
-    read, write, overlap = measure_disk(folders, FULL.disk_seconds, say)
+    read, write, overlap = measure_disk(places, FULL.disk_seconds, say)
     found = {"disk_read_bytes_per_s": read, "disk_write_bytes_per_s": write, "disk_overlap": overlap}
-    return {**found, "disk_folder": ", ".join(map(str, folders))}
+    return {**found, "disk_folder": ", ".join(places)}
 
 
 def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:

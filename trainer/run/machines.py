@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepstow.strategies.core.on_disk import file_bytes
-from deepstow.strategies.engine.memory.scratch_file import StripedFile
+from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.trainer.distributed.agreement import agreement
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.profiles import stored_at
@@ -78,7 +78,7 @@ def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan, say: Callab
 
     def reserve(num_bytes: int) -> None:
         try:
-            StripedFile(folders, num_bytes).close()
+            Striped(folders, num_bytes).close()
         except ValueError as error:
             raise config.error(KEY, ", ".join(folders), str(error)) from None
 
@@ -88,8 +88,9 @@ def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan, say: Callab
         together.by_some(ranks.is_first_local, lambda: reserve(here) if here else None)
     rates, named = plan.facts.machine.rates, ", ".join(folders)
     if here and rates is not None and rates.disk_folder != named:
-        systems = len({Path(folder).stat().st_dev for folder in folders})
-        if systems < len(folders):
+        on_drives = [folder for folder in folders if Path(folder).is_dir()]
+        systems = len({Path(folder).stat().st_dev for folder in on_drives})
+        if systems < len(on_drives):
             say(
                 f"{KEY} = {named}: on {systems} file system(s), and the plan adds up the speed of {len(folders)} drives"
             )

@@ -1,4 +1,4 @@
-"""The disk tier: optimizer state that rests in files (``scratch_file.py``) and visits the host for its update.
+"""The disk tier: optimizer state that rests in stores (``tiers.py``) and visits the host for its update.
 
 The state of each bucket that is ``on_disk`` is cut into pieces (``core/on_disk.py``). Each has a place in the files,
 and one slot of the window, which pieces of all buckets pass in turn: WINDOW of the layout. A slot has a thread, which
@@ -33,8 +33,8 @@ from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, Layout, aligned
 from deepstow.strategies.core.on_disk import pieces_on_disk, state_file_bytes
 from deepstow.strategies.engine.memory.arena import Arena
-from deepstow.strategies.engine.memory.scratch_file import StripedFile
 from deepstow.strategies.engine.memory.stretches import Stretch
+from deepstow.strategies.engine.memory.tiers import Striped
 
 
 def thread(name: str = "stow-disk") -> Executor:
@@ -77,7 +77,7 @@ class DiskState:
     """The state of ``layout`` that is on the disk. Raise ValueError if there cannot be such a file."""
 
     def __init__(self, layout: Layout, arena: Arena) -> None:
-        self._file = StripedFile(layout.disk, state_file_bytes(layout), checked=layout.disk_checksums)
+        self._file = Striped(layout.disk, state_file_bytes(layout), checked=layout.disk_checksums)
         self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
         self._first = FirstError()
         self._closed = False

@@ -38,7 +38,8 @@ from deepstow.strategies.core.layout import Item, Layout
 from deepstow.strategies.core.on_disk import weight_bytes_on_disk, weight_file_bytes, weights_on_disk
 from deepstow.strategies.engine.memory import disk_state
 from deepstow.strategies.engine.memory.arena import Arena
-from deepstow.strategies.engine.memory.scratch_file import ScratchFile, StripedFile
+from deepstow.strategies.engine.memory.scratch_file import ScratchFile
+from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 
 Updated: TypeAlias = tuple[bool, Event]  # whether an update changed the weight, and the event after it
@@ -62,7 +63,7 @@ class DiskWeights:
 
     def __init__(self, layout: Layout, arena: Arena, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._file = StripedFile(layout.disk, weight_file_bytes(layout), "weights", checked=layout.disk_checksums)
+        self._file = Striped(layout.disk, weight_file_bytes(layout), "weights", checked=layout.disk_checksums)
         self._first = disk_state.FirstError()
         slots = dict[int, _Slot]()  # by address
         self._places: dict[int, tuple[_Slot, Tensor, ScratchFile, int]] = {}  # slot, its memory, and where it rests

@@ -20,7 +20,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -30,12 +29,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from deepstow.strategies.core.on_disk import part_bytes
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.checksums import Checksums
 
 MOST_BYTES = 64 << 20  # of one call; the system takes less than 2 GiB
-MOST_MOVES = 4  # that one drive is given at once, before others wait
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 ON_NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "gluster", "afs", "9p", "fuse", "virtiofs")
 STATE = "optimizer state"
@@ -46,16 +43,69 @@ class DiskError(RuntimeError):
     """Reading or writing the file failed, or it has not what was written; what rests in it is lost."""
 
 
-class ScratchFile:
-    """``num_bytes`` of ``what`` in ``folder``, reserved. Raise ValueError, in one line, if it cannot be. It is divided
-    into places, each of which is read and written as a whole. ``checked``: whether what is read is compared.
+class Store:
+    """``num_bytes`` of ``what`` at ``place``, reserved. Raise ValueError, in one line, if it cannot be. It is divided
+    into parts, each of which is read and written as a whole. ``checked``: whether what is read is compared with what
+    was written. A kind of store says how bytes are moved (``get``, ``put``) and let go (``close``).
     """
 
-    def __init__(self, folder: str | Path, num_bytes: int, what: str = STATE, *, checked: bool = True) -> None:
-        self._folder, self._what, self._num_bytes = Path(folder), what, num_bytes
+    def __init__(self, place: str | Path, num_bytes: int, what: str = STATE, *, checked: bool = True) -> None:
+        self._place, self._num_bytes, self._what = str(place), num_bytes, what
         self._sums = Checksums() if checked else None
-        if said := unsuitable(self._folder):
+        if said := self.unsuitable(self._place):
             raise ValueError(said)
+
+    @staticmethod
+    def unsuitable(place: str) -> str:
+        """Why ``place`` cannot have a store; empty if nothing is known against it. Nothing is made there."""
+        raise NotImplementedError
+
+    def get(self, memory: Tensor, offset: int) -> None:
+        """Fill ``memory``, bytes that begin and end at pages, with what was put at ``offset``. Any OSError ends it."""
+        raise NotImplementedError
+
+    def put(self, memory: Tensor, offset: int) -> None:
+        """Keep what ``memory`` has, as the bytes at ``offset``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """What was kept is not needed any more."""
+        raise NotImplementedError
+
+    def read(self, memory: Tensor, offset: int) -> None:
+        """``get``, and compare. Raise DiskError: it failed, or another content came."""
+        try:
+            self.get(memory, offset)
+        except OSError as error:
+            raise self._lost(memory, "read", error.strerror or str(error)) from error
+        self._compare(memory, offset)
+
+    def write(self, memory: Tensor, offset: int) -> None:
+        """``put``, and note what it was. Raise DiskError: it failed."""
+        try:
+            self.put(memory, offset)
+        except OSError as error:
+            raise self._lost(memory, "written", error.strerror or str(error)) from error
+        if self._sums is not None:
+            self._sums.note(memory, offset)
+
+    def _compare(self, memory: Tensor, offset: int, part: range | None = None) -> None:
+        differs = None if self._sums is None else self._sums.first_difference(memory, offset, part)
+        if differs is not None:
+            where = f"at byte {offset + differs} of the file the drive has not what was written"
+            raise self._lost(memory, "read", where)
+
+    def _lost(self, memory: Tensor, done: str, why: str | None) -> DiskError:
+        what = f"{human(memory.nbytes)} of {self._what} could not be {done}"
+        return DiskError(f"the disk tier in {self._place}: {what}: {why}")
+
+
+class ScratchFile(Store):
+    """A file in a folder, which can be mapped."""
+
+    def __init__(self, place: str | Path, num_bytes: int, what: str = STATE, *, checked: bool = True) -> None:
+        super().__init__(place, num_bytes, what, checked=checked)
+        self._folder = Path(self._place)
         try:
             self._file: Any = TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  closed by ``close``, or the end
         except OSError as error:
@@ -77,44 +127,29 @@ class ScratchFile:
     def _handle(self) -> int:
         return int(self._file.fileno())
 
-    def read(self, memory: Tensor, offset: int) -> None:
-        """Fill ``memory``, bytes that begin and end at pages, with what was written at ``offset``. Or DiskError."""
-        self._move(os.preadv, "read", memory, offset)
-        self._refuse_lost(memory)  # after the read: a write beyond what is gone makes it read as zeros
-        self._compare(memory, offset)
+    @staticmethod
+    def unsuitable(place: str) -> str:
+        return _unsuitable(Path(place))
 
-    def write(self, memory: Tensor, offset: int) -> None:
-        self._move(os.pwritev, "written", memory, offset)
-        if self._sums is not None:
-            self._sums.note(memory, offset)
+    def get(self, memory: Tensor, offset: int) -> None:
+        self._move(os.preadv, memory, offset)
+        self._refuse_lost(memory)  # after the read: a write beyond what is gone makes it read as zeros
+
+    def put(self, memory: Tensor, offset: int) -> None:
+        self._move(os.pwritev, memory, offset)
 
     def _refuse_lost(self, memory: Tensor) -> None:
         if self._blocks() < self._reserved:
             raise self._lost(memory, "read", "some of the file's space was taken away")
 
-    def _compare(self, memory: Tensor, offset: int, part: range | None = None) -> None:
-        differs = None if self._sums is None else self._sums.first_difference(memory, offset, part)
-        if differs is not None:
-            where = f"at byte {offset + differs} of the file the drive has not what was written"
-            raise self._lost(memory, "read", where)
-
-    def _move(
-        self, call: Callable[[int, Sequence[memoryview], int], int], done: str, memory: Tensor, offset: int
-    ) -> None:
+    def _move(self, call: Callable[[int, Sequence[memoryview], int], int], memory: Tensor, offset: int) -> None:
         data: Any = memory.numpy()
         left = memoryview(data)
         while left:
-            try:
-                count = call(self._handle, [left[:MOST_BYTES]], offset)
-                if not count:
-                    raise OSError(errno.EIO, "nothing more came")
-            except OSError as error:
-                raise self._lost(memory, done, error.strerror) from error
+            count = call(self._handle, [left[:MOST_BYTES]], offset)
+            if not count:
+                raise OSError(errno.EIO, "nothing more came")
             left, offset = left[count:], offset + count
-
-    def _lost(self, memory: Tensor, done: str, why: str | None) -> DiskError:
-        what = f"{human(memory.nbytes)} of {self._what} could not be {done}"
-        return DiskError(f"the disk tier in {self._folder}: {what}: {why}")
 
     @cached_property
     def _mapping(self) -> mmap.mmap:
@@ -145,51 +180,7 @@ class ScratchFile:
         self._file.close()
 
 
-class StripedFile:
-    """A file in each of several folders, each on a drive of its own, as if they were one: what is read and written is
-    divided evenly (``part_bytes``), and its parts move at the same time. Raise ValueError like ``ScratchFile``.
-    """
-
-    def __init__(
-        self, folders: Sequence[str | Path], num_bytes: int, what: str = STATE, *, checked: bool = True
-    ) -> None:
-        """``num_bytes`` are those of each file; offsets too are those in each."""
-        self._threads = ThreadPoolExecutor(MOST_MOVES * len(folders), "stow-drive")
-        self._files = list[ScratchFile]()
-        for folder in folders:
-            try:
-                self._files.append(ScratchFile(folder, num_bytes, what, checked=checked))
-            except ValueError as error:
-                self.close()
-                raise ValueError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
-
-    def read(self, memory: Tensor, offset: int) -> None:
-        self._on_each(ScratchFile.read, memory, offset)
-
-    def write(self, memory: Tensor, offset: int) -> None:
-        self._on_each(ScratchFile.write, memory, offset)
-
-    def on(self, drive: int) -> ScratchFile:
-        return self._files[drive]
-
-    def _on_each(self, move: Callable[[ScratchFile, Tensor, int], None], memory: Tensor, offset: int) -> None:
-        first, *others = zip(self._files, memory.split(part_bytes(memory.nbytes, len(self._files))), strict=False)
-        moving = [self._threads.submit(move, *other, offset) for other in others]
-        try:
-            move(*first, offset)
-        finally:
-            wait(moving)  # also after an error: nobody else may have the memory before
-        for each in moving:
-            each.result()
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        for file in self._files:
-            file.close()
-
-
-def unsuitable(folder: Path) -> str:
-    """Why ``folder`` cannot have the file; empty if nothing is known against it."""
+def _unsuitable(folder: Path) -> str:
     if not folder.is_dir():
         return "not a folder" if folder.exists() else "no such folder"
     if not os.access(folder, os.W_OK | os.X_OK):
