@@ -32,7 +32,7 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 
-from deepstow.strategies.core.sealed import read
+from deepstow.strategies.state.sealed import read
 from deepstow.trainer.planning.picture import COLOURS, FONT, INK, MARGIN, ROW, TITLE, WIDTH
 from deepstow.trainer.run.earlier import FURTHER
 

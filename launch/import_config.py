@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepstow.launch import cli
-from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.config.check import check
 from deepstow.trainer.config.importing.finish import imported
 from deepstow.trainer.config.importing.read import NAMES, read_all

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def of_checkpoint(folder: Path) -> int:
     """Compare a checkpoint with its manifest and print the result; returns the exit code."""
-    from deepstow.strategies.core import sealed
     from deepstow.strategies.core.sizes import human
+    from deepstow.strategies.state import sealed
     from deepstow.trainer.run import checkpoint
 
     try:

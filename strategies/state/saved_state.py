@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt
 from torch import Tensor
 
-from deepstow.strategies.core.sealed import Damaged, File, M, Size, read_signed, signed, size_and_hash
 from deepstow.strategies.state import spans
 from deepstow.strategies.state.blocks import Columns
+from deepstow.strategies.state.sealed import Damaged, File, M, Size, read_signed, signed, size_and_hash
 from deepstow.strategies.state.spans import WEIGHT, Span, SpanError, Store
 
 VERSION = 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepstow.strategies.core.sealed import damage, read
+from deepstow.strategies.state.sealed import damage, read
 from deepstow.trainer.run import finished
 from tests.e2e.commands import Result, Server, digest, write_config
 from tests.helpers.hub import LOST, TOKEN, Hub

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core import commit
+from deepstow.strategies.state import commit
 from tests.e2e.commands import REPO, environment, write_jsonl
 
 TRACED = {commit.__file__, shutil.__file__}

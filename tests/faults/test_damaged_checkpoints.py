@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from deepstow.launch.train import main
 from deepstow.launch.verify import main as verify
-from deepstow.strategies.core.sealed import MANIFEST
+from deepstow.strategies.state.sealed import MANIFEST
 from deepstow.trainer.config.load import load
 from deepstow.trainer.config.yaml_file import shown
 from deepstow.trainer.distributed.ranks import Ranks

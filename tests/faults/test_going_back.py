@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core.sealed import read, seal
+from deepstow.strategies.state.sealed import read, seal
 from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop, Stopped

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepstow.strategies.core import commit
-from deepstow.strategies.core.sealed import signed
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
-from deepstow.strategies.state import spans
+from deepstow.strategies.state import commit, spans
+from deepstow.strategies.state.sealed import signed
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.machine.probe import status_bytes

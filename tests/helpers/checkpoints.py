@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepstow.strategies.core.sealed import digest_of, seal
+from deepstow.strategies.state.sealed import digest_of, seal
 from deepstow.trainer.run.checkpoint import KIND, About, DataFacts, Manifest, ModelFacts
 from tests.helpers.tiny import LLAMA, run_config
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from deepstow.strategies.engine.pruning import chosen, exact, keep_zeros, replace
 from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.model.sparsity import chosen, exact, keep_zeros, replace
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import in_turns, rarely, slowly
 from tests.helpers.models import build

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from deepstow.strategies.core.sealed import read
+from deepstow.strategies.state.sealed import read
 from deepstow.trainer.run import further
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import in_turns

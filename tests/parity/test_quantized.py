@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-from deepstow.strategies.core.sealed import read
 from deepstow.strategies.engine.tensors.quantised import keep_packing
+from deepstow.strategies.state.sealed import read
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.data import pydoc_rows
 from deepstow.trainer.data import tokenizer as tokenizers

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
-from deepstow.strategies.core.sealed import read, seal
+from deepstow.strategies.state.sealed import read, seal
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.data.prepare import Contents
 from deepstow.trainer.distributed.ranks import Ranks

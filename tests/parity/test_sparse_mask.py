@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepstow.strategies.backends import sparse_mask, varlen
+from deepstow.strategies.backends import varlen
 from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.model import attention
+from deepstow.trainer.model import attention, sparse_mask
 from deepstow.trainer.planning.facts import count_model
 from deepstow.trainer.run.resume_rules import compare
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepstow.strategies.core import commit
-from deepstow.strategies.core.sealed import MANIFEST, Damaged
+from deepstow.strategies.state import commit
+from deepstow.strategies.state.sealed import MANIFEST, Damaged
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import checkpoint
 from deepstow.trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, prune, verified
@@ -67,7 +67,7 @@ def test_every_byte_is_compared(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_another_release_is_one_line(tmp_path: Path) -> None:
-    from deepstow.strategies.core.sealed import seal
+    from deepstow.strategies.state.sealed import seal
 
     folder = make(tmp_path, 10)
     seal(folder, "checkpoint", {"step": 10, "finite": True})
@@ -86,7 +86,7 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_and_not_waited_for(tmp_path: Pa
 
 
 def test_hugging_faces_state_must_be_of_the_same_step(tmp_path: Path) -> None:
-    from deepstow.strategies.core.sealed import read, seal
+    from deepstow.strategies.state.sealed import read, seal
 
     folder = make(tmp_path, 10)
     for text, step in (('{"global_step": 4}', "4"), ("{}", "None")):

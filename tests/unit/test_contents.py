@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from deepstow.strategies.core.sealed import digest_of, size_and_hash
+from deepstow.strategies.state.sealed import digest_of, size_and_hash
 from deepstow.trainer.config.sections import ModelSection
 from deepstow.trainer.data.sources import open_source
 from deepstow.trainer.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core.sealed import MANIFEST, seal, size_and_hash
+from deepstow.strategies.state.sealed import MANIFEST, seal, size_and_hash
 from deepstow.trainer.run import checkpoint, earlier, finished
 from deepstow.trainer.run.checkpoint import complete, verified
 from tests.helpers.checkpoints import make

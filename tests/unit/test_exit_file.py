@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core.processes import started_at
+from deepstow.strategies.state.processes import started_at
 from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.errors import ConfigError, ExitCode
 

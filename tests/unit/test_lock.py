@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core import processes
+from deepstow.strategies.state import processes
 from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.planning.from_config import WRITTEN

@@ -12,7 +12,6 @@ from torch.sparse._semi_structured_conversions import (
 
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.plan import CHOICE_BYTES, ZEROS
-from deepstow.strategies.engine.pruning import chosen, smallest
 from deepstow.strategies.engine.updating.optim import zeros_stay
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.config.smaller_sections import PruneSection
@@ -20,6 +19,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.model.pruned import matches, rounds
+from deepstow.trainer.model.sparsity import chosen, smallest
 from deepstow.trainer.planning.from_config import check_options, plan_of
 from deepstow.trainer.run.pruning import layers_of
 from tests.helpers.models import build

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from deepstow.strategies.core.commit import same_modes
+from deepstow.strategies.state.commit import same_modes
 from deepstow.trainer.distributed.ranks import LOOPBACK, Ranks, listening, loopback_interface
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import saving

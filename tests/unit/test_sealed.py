@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepstow.strategies.core import sealed
-from deepstow.strategies.core.sealed import MANIFEST, Damaged, damage, read, seal
+from deepstow.strategies.state import sealed
+from deepstow.strategies.state.sealed import MANIFEST, Damaged, damage, read, seal
 
 FILES = {"a": b"first file", "inner/b": b"second one", "inner/deep/c": b"", "other": b"first filf"}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core.processes import started_at
+from deepstow.strategies.state.processes import started_at
 from deepstow.trainer.distributed import stopping
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import (

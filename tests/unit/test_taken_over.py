@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from deepstow.strategies.core.sealed import seal
+from deepstow.strategies.state.sealed import seal
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.run import resuming
 from deepstow.trainer.run.checkpoint import KIND, Manifest

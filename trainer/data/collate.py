@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from deepstow.strategies.backends.varlen import DOCUMENTS, Documents
-from deepstow.strategies.engine.forward.distilled_loss import TEACHER
 from deepstow.trainer.data import packing
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import build
 from deepstow.trainer.model.attention import of_copy
+from deepstow.trainer.model.distilled_loss import TEACHER
 from deepstow.trainer.model.shrink import VOCAB, small_copy
 
 if TYPE_CHECKING:

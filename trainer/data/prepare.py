@@ -3,7 +3,7 @@
 ``prepare`` writes the rows as Arrow into ``folder/<fingerprint>/`` and maps them into memory, so that a second run and
 every other rank open the same bytes. The fingerprint is a sha256 over what decides the rows (options, tokenizer,
 contents of the files, seed), not over paths, times or versions of libraries; streamed files count by size and time. The
-folder is sealed (``strategies/core/sealed.py``); data that is damaged is made anew, with one line that says so.
+folder is sealed (``strategies/state/sealed.py``); data that is damaged is made anew, with one line that says so.
 
 Documents are split into training and evaluation *before* they are cut or packed, so that none is on both sides. With
 streaming (``stream.py``) only evaluation data is saved, packing sees a window of documents, and a bad row ends the run
@@ -31,9 +31,9 @@ import pyarrow.compute
 from datasets import Dataset, IterableDataset, config
 from transformers import PreTrainedTokenizerBase
 
-from deepstow.strategies.core.commit import added_folder, remove
-from deepstow.strategies.core.sealed import Damaged, damage, digest_of, seal
-from deepstow.strategies.core.sealed import read as read_manifest
+from deepstow.strategies.state.commit import added_folder, remove
+from deepstow.strategies.state.sealed import Damaged, damage, digest_of, seal
+from deepstow.strategies.state.sealed import read as read_manifest
 from deepstow.trainer.data import packing, report
 from deepstow.trainer.data.chats import SURROGATE
 from deepstow.trainer.data.encoding import Part, encoded, fitting

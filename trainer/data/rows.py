@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from deepstow.strategies.core.commit import added_folder
-from deepstow.strategies.core.sealed import digest_of, seal
+from deepstow.strategies.state.commit import added_folder
+from deepstow.strategies.state.sealed import digest_of, seal
 from deepstow.trainer.data import packing
 from deepstow.trainer.data.chats import NO_TEXT, SURROGATE, find_template
 from deepstow.trainer.data.encoding import batched

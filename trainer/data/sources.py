@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from deepstow.strategies.core.commit import inside
-from deepstow.strategies.core.sealed import digest_of
+from deepstow.strategies.state.commit import inside
+from deepstow.strategies.state.sealed import digest_of
 from deepstow.trainer.data import pydoc_rows
 from deepstow.trainer.errors import DataError, first_line, kind, nearest, nearest_file
 from deepstow.trainer.model import hub

@@ -32,10 +32,9 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 
-from deepstow.strategies.core.commit import remove, replace_file, sync
-from deepstow.strategies.core.sealed import digest_of, seal
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers, keep_state
+from deepstow.strategies.state.commit import remove, replace_file, sync
+from deepstow.strategies.state.sealed import digest_of, seal
 from deepstow.trainer.config.sections import ModelSection, QuantizationSection
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import Collator
@@ -45,6 +44,7 @@ from deepstow.trainer.errors import ConfigError, DataError
 from deepstow.trainer.machine.probe import disk_free_bytes
 from deepstow.trainer.model import build, quantise
 from deepstow.trainer.model.contents import contents
+from deepstow.trainer.model.distilled_loss import TEACHER, Distillation, answers, keep_state
 from deepstow.trainer.model.student import comparison, width_of
 from deepstow.trainer.planning import facts
 from deepstow.trainer.planning.streamed import placed, plan_within, weights_of

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deepstow.strategies.core.commit import added_folder
-from deepstow.strategies.core.sealed import Damaged, digest_of, intact, read, seal
+from deepstow.strategies.state.commit import added_folder
+from deepstow.strategies.state.sealed import Damaged, digest_of, intact, read, seal
 from deepstow.trainer.data.templates import CHATML
 from deepstow.trainer.errors import ConfigError, DataError, first_line
 from deepstow.trainer.model import folder as folder_of_model

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deepstow.strategies.core.sealed import digest_of
+from deepstow.strategies.state.sealed import digest_of
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, ExitCode, UserError
 

@@ -30,7 +30,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deepstow.strategies.core.processes import lives
+from deepstow.strategies.state.processes import lives
 from deepstow.trainer.errors import MEANINGS, ConfigError, ExitCode
 
 NAME, LOCK = "exit.json", "run.lock"

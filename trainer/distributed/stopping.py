@@ -45,7 +45,7 @@ from typing import Any
 
 import psutil
 
-from deepstow.strategies.core.processes import lives
+from deepstow.strategies.state.processes import lives
 from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.errors import ExitCode, let_go, write_line
 

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from deepstow.strategies.core.processes import lives, started_at
+from deepstow.strategies.state.processes import lives, started_at
 from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.errors import ExitCode
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.facts import Facts, UnitKind, UnitTimes
 from deepstow.strategies.planner.step_cost import unit_seconds
+from deepstow.strategies.state.commit import replace_file
 
 if TYPE_CHECKING:
     import torch

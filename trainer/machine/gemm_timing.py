@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.facts import Facts
 from deepstow.strategies.core.linears import ELEMENT_BYTES, LEGAL, Gemm, Route, Shape, Timing
 from deepstow.strategies.core.sizes import human_duration
 from deepstow.strategies.planner.gemm_routes import shapes_of
+from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.machine.profiles import kept, key_of
 

@@ -48,8 +48,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from deepstow.strategies.core.cgroups import ROOT
-from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
+from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.errors import ConfigError, nearest
 from deepstow.trainer.machine.probe import GIB, Machine, peak_flops
 

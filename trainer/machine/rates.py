@@ -36,13 +36,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepstow.strategies.core.commit import refuse_unwritable
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from deepstow.strategies.core.formats import HOST_CHUNK
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.transfer.transfer import Stream, transfer_for
 from deepstow.strategies.engine.transfer.worker import Worker, spare_cores
 from deepstow.strategies.engine.updating.optim import AdamW, Operands
+from deepstow.strategies.state.commit import refuse_unwritable
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import WorldError, run_world
 from deepstow.trainer.machine.disk_rates import measure as measure_disk

@@ -88,7 +88,7 @@ def sentence(section: ModelSection) -> str:
 
 
 def _masked(section: ModelSection, kernel: str) -> dict[str, str]:
-    from deepstow.strategies.backends import sparse_mask
+    from deepstow.trainer.model import sparse_mask
 
     assert section.attention_mask is not None
     return {"attn_implementation": sparse_mask.register(kernel, section.attention_mask.named)}

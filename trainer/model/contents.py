@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepstow.strategies.core.sealed import digest_of
+from deepstow.strategies.state.sealed import digest_of
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import hub
 from deepstow.trainer.model.hashes import hashes, stamp

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.compose import degrees, requirements_of
 from deepstow.strategies.core.protocol import Axis
+from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.model import folder
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
     *(ROOT / f"trainer/planning/{name}.py" for name in ("evaluation", "facts", "positions")),
-    *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "sparse_mask", "ulysses", "varlen")),
+    *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "ulysses", "varlen")),
 )
 PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only

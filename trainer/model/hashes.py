@@ -19,8 +19,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from deepstow.strategies.core.cgroups import usable_cores
-from deepstow.strategies.core.commit import replace_file
-from deepstow.strategies.core.sealed import WAITING, Damaged, digest_of, read_signed, signed, size_and_hash
+from deepstow.strategies.state.commit import replace_file
+from deepstow.strategies.state.sealed import WAITING, Damaged, digest_of, read_signed, signed, size_and_hash
 
 LARGE = 16 << 20  # bytes; to hash fewer takes no longer than to look for what is kept
 SETTLED_S = 2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepstow.strategies.engine.forward.distilled_loss import TEACHER, Distillation, distil
+from deepstow.trainer.model.distilled_loss import TEACHER, Distillation, distil
 
 __all__ = ["TEACHER", "comparison", "learn", "width_of"]
 

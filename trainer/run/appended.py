@@ -13,7 +13,7 @@ import errno
 from contextlib import suppress
 from pathlib import Path
 
-from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.errors import write_line
 
 

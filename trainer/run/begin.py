@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from deepstow.strategies.core.commit import replace_file
+from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.run import checkpoint, earlier, inputs
 from deepstow.trainer.run.earlier import CannotBegin

@@ -2,7 +2,7 @@
 
 A kill, a full disk or a power cut leaves a folder that has the highest number and cannot be resumed; a flipped bit
 leaves one that can, with other weights; and one of other data, another seed or batch trains on without a word. So
-``manifest.json`` (``strategies/core/sealed.py``) has the hash of every file, which is compared before a run resumes,
+``manifest.json`` (``strategies/state/sealed.py``) has the hash of every file, which is compared before a run resumes,
 and enough to compare the run that saved with that one (``resume_rules.py``). ``auto`` takes the newest good checkpoint
 and says which newer ones are damaged and how; one that is named has to be good itself.
 
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deepstow.strategies.core import sealed
-from deepstow.strategies.core.commit import EARLIER, remove, restore_earlier
-from deepstow.strategies.core.sealed import MANIFEST, Damaged
+from deepstow.strategies.state import sealed
+from deepstow.strategies.state.commit import EARLIER, remove, restore_earlier
+from deepstow.strategies.state.sealed import MANIFEST, Damaged
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepstow.strategies.core.commit import remove, replace_file, sync
-from deepstow.strategies.core.sealed import MANIFEST, Damaged, read, size_and_hash
+from deepstow.strategies.state.commit import remove, replace_file, sync
+from deepstow.strategies.state.sealed import MANIFEST, Damaged, read, size_and_hash
 from deepstow.trainer.errors import ExitCode, UserError
 from deepstow.trainer.run import checkpoint, finished
 from deepstow.trainer.run.checkpoint import DELETED, TRAINER_STATE, Found

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepstow.strategies.core import sealed
-from deepstow.strategies.core.sealed import Damaged, intact
+from deepstow.strategies.state import sealed
+from deepstow.strategies.state.sealed import Damaged, intact
 from deepstow.trainer.run import checkpoint
 from deepstow.trainer.run.resume_rules import MOVES, SAID, rule_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from deepstow.strategies.core import sealed
+from deepstow.strategies.state import sealed
 
 LONGEST_LINE = 1 << 20  # characters; a longer one is several
 LARGEST = 256 << 20  # bytes of a file that is read as a whole

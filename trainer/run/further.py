@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepstow.strategies.core.commit import replaced_folder, same_modes
-from deepstow.strategies.core.sealed import MANIFEST, intact, seal, size_and_hash
+from deepstow.strategies.state.commit import replaced_folder, same_modes
+from deepstow.strategies.state.sealed import MANIFEST, intact, seal, size_and_hash
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.run import earlier, exported, quantized
 from deepstow.trainer.run.earlier import FURTHER

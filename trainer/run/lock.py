@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepstow.strategies.core.processes import lives, started_at
+from deepstow.strategies.state.processes import lives, started_at
 from deepstow.trainer.distributed.exit_file import ROOM
 from deepstow.trainer.errors import write_line
 

@@ -28,10 +28,10 @@ from deepstow.strategies.backends.tensor_shards import whole_shape
 from deepstow.strategies.core.compose import degrees
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Axis
-from deepstow.strategies.core.sealed import digest_of
 from deepstow.strategies.engine import StowOptimizer
 from deepstow.strategies.planner.step_cost import plan_cost, step_flops
 from deepstow.strategies.report import full_report
+from deepstow.strategies.state.sealed import digest_of
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.data import rows as task_rows

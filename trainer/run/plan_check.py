@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
 from deepstow.strategies.backends import deepspeed
-from deepstow.strategies.core.commit import replace_file
 from deepstow.strategies.core.common_host import mapped_bytes
 from deepstow.strategies.core.facts import UnitTimes
 from deepstow.strategies.core.plan import Plan, Tier
@@ -38,6 +37,7 @@ from deepstow.strategies.engine.forward.checkpointing import checkpointed, room_
 from deepstow.strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report.table import table
+from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.block_timing import UnitClock, median_of, without_again

@@ -2,7 +2,7 @@
 
 A round comes before the first forward of a step, so a checkpoint of that step is of before the round, and a run that is
 resumed from it makes the round itself, from the same weights. All that pruning remembers is the zeros of the weights
-(``strategies/engine/pruning.py``), from the first step on.
+(``trainer/model/sparsity.py``), from the first step on.
 
 For wanda the first rows of the training data go through the model as it is before the round, one at a time and without
 dropout; the norms of all layers are taken from that pass.
@@ -24,10 +24,10 @@ from transformers.pytorch_utils import Conv1D
 
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.forward.routed_linear import weights_changed
-from deepstow.strategies.engine.pruning import chosen, exact, keep_zeros, replace
 from deepstow.strategies.report.table import table
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.model.pruned import matches, rounds
+from deepstow.trainer.model.sparsity import chosen, exact, keep_zeros, replace
 from deepstow.trainer.model.student import TEACHER
 
 if TYPE_CHECKING:

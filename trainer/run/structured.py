@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core.commit import replaced_folder, same_modes
-from deepstow.strategies.core.sealed import Damaged, digest_of, intact, read, seal
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.memory.accelerator import device_of
-from deepstow.strategies.engine.pruning import smallest
+from deepstow.strategies.state.commit import replaced_folder, same_modes
+from deepstow.strategies.state.sealed import Damaged, digest_of, intact, read, seal
 from deepstow.trainer.distributed.agreement import DAY_S, WEEK_S, agreement
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.machine.probe import disk_free_bytes
 from deepstow.trainer.model import build
 from deepstow.trainer.model.contents import contents
+from deepstow.trainer.model.sparsity import smallest
 from deepstow.trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
 from deepstow.trainer.planning.from_config import budget_of
 from deepstow.trainer.planning.streamed import placed, plan_within, weights_of

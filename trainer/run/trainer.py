@@ -28,9 +28,9 @@ from transformers.trainer_utils import has_length
 
 from deepstow.strategies.backends import exchanged, expert_parts, expert_zero, two_level
 from deepstow.strategies.backends.local_steps import exchange_of
-from deepstow.strategies.core.commit import same_modes
-from deepstow.strategies.core.sealed import Damaged
 from deepstow.strategies.engine import NonFiniteError, StowOptimizer
+from deepstow.strategies.state.commit import same_modes
+from deepstow.strategies.state.sealed import Damaged
 from deepstow.strategies.state.spans import WEIGHT
 from deepstow.trainer.errors import ConfigError, first_line, write_line
 from deepstow.trainer.model import apart, loss_terms

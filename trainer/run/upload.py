@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from deepstow.strategies.core.sealed import MANIFEST, File, read, signed, size_and_hash
+from deepstow.strategies.state.sealed import MANIFEST, File, read, signed, size_and_hash
 from deepstow.trainer.errors import UserError, first_line
 from deepstow.trainer.model import hub
 from deepstow.trainer.model.hub import unreachable

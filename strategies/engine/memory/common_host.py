@@ -30,8 +30,8 @@ from torch import Tensor
 from deepstow.strategies.core.addresses import Spot
 from deepstow.strategies.core.facts import IN_ORDER, Tier
 from deepstow.strategies.core.layout import aligned
-from deepstow.strategies.core.processes import started_at
 from deepstow.strategies.engine.memory.arena import HostMemory
+from deepstow.strategies.state.processes import started_at
 
 POLL_S = 5e-5
 LOOK_S = 0.5  # between looks at whether the others are alive

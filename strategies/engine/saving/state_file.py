@@ -1,6 +1,6 @@
 """The memory engine's state on disk, in the format of all strategies (``strategies/state/saved_state.py``): written
 directly from the arenas and read directly into them, under any layout, since it is up to three times as large as fp32
-weights. A save takes the place of an earlier one once it is on the disk (``strategies/core/commit.py``). ``load``
+weights. A save takes the place of an earlier one once it is on the disk (``strategies/state/commit.py``). ``load``
 checks everything, hashes included, before it changes anything.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepstow.strategies.core import commit
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.stretches import AtHand
 from deepstow.strategies.engine.saving.state_dict import StateAccess
-from deepstow.strategies.state import saved_state
+from deepstow.strategies.state import commit, saved_state
 from deepstow.strategies.state.blocks import Columns
 from deepstow.strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
 from deepstow.strategies.state.spans import WEIGHT, Span, SpanError

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from deepstow.strategies.core.cgroups import usable_cores
-from deepstow.strategies.core.commit import inside, replace_file, sync
+from deepstow.strategies.state.commit import inside, replace_file, sync
 
 MANIFEST = "manifest.json"
 WAITING = 4  # threads beyond the cores: those that wait for the disk do not compute
