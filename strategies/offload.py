@@ -21,10 +21,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from deepstow.strategies.core.common_host import common_bytes
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier
 from deepstow.strategies.core.formats import nothing_to_encode, refused_by
-from deepstow.strategies.core.layout import Reduction
+from deepstow.strategies.core.layout import Reduction, common_bytes
 from deepstow.strategies.core.on_disk import check_folders, disk_bytes, folders_of
 from deepstow.strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
 from deepstow.strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow

@@ -386,3 +386,77 @@ def aligned(num_bytes: int, tier: Tier = Tier.DEVICE) -> int:
     """``num_bytes`` rounded up to what spots at ``tier`` are aligned to."""
     unit = ALIGNMENT[tier]
     return -(-num_bytes // unit) * unit
+
+
+def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
+    """How many ticks before its use a travelling weight is fetched, in forward and backward; 1 where it is there."""
+    count, used = layout.num_ticks, uses(bucket, ticks_of(layout.units))
+    found: dict[bool, int] = {}  # by whether it is used in backward
+    for start, _ in bucket.resident_ticks:
+        if start == 0 and bucket.resident_ticks[-1][1] == count:
+            continue  # it was fetched before the iteration began
+        first = next((tick for tick in (*used, *(tick + count for tick in used)) if tick >= start), start)
+        in_backward = first % count >= count // 2
+        found[in_backward] = max(found.get(in_backward, 0), first - start)
+    return found.get(False, 1), found.get(True, 1)
+
+
+def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
+    """What all ranks read of each other's memory on the host to have the whole weight.
+
+    The copy of a weight that travels, unless it is a slot that many pass, or on the disk; of one that stays, and is
+    updated on the host, what the update leaves there. None: they get it over the network.
+    """
+    if not layout.common_host or bucket.shards == 1:
+        return None
+    if not bucket.resident:
+        return None if bucket.weight_on_disk or rounded_to_fetch(bucket, layout) else Item.COPY
+    left = Item.PARKED if bucket.mixed else Item.MASTER
+    return left if bucket.site is Site.HOST else None
+
+
+def common_bytes(layout: Layout) -> int:
+    """Bytes of the host's arena, from its start, that all ranks read."""
+    return sum(aligned(b.weight_bytes // b.shards, Tier.HOST) for b in layout.buckets if read_by_all(b, layout))
+
+
+def mapped_bytes(layout: Layout) -> int:
+    """Bytes of the other ranks' memory that this one maps. The system counts them as this process's, too."""
+    return max((bucket.shards - 1 for bucket in layout.buckets), default=0) * common_bytes(layout)
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A range of one tier's arena, in bytes."""
+
+    tier: Tier
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+    def overlaps(self, other: Spot) -> bool:
+        return self.tier is other.tier and self.offset < other.end and other.offset < self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """The size of each tier's arena in bytes, and one spot for every need of every bucket.
+
+    ``spots`` is keyed by bucket and item; what belongs to no bucket has the bucket name "". Weights that are never on
+    the device together may overlap, and so may spots of one other item that buckets use in turn; nothing else does.
+    """
+
+    arena_bytes: Mapping[Tier, int]
+    spots: Mapping[tuple[str, Item], Spot]
+
+    def of(self, bucket: str, item: Item) -> Spot:
+        return self.spots[(bucket, item)]
+
+    def num_bytes(self, tier: Tier) -> int:
+        return self.arena_bytes.get(tier, 0)

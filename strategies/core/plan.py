@@ -19,10 +19,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import ClassVar, TypeAlias, TypeVar
 
-from deepstow.strategies.core.addresses import Addresses
 from deepstow.strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from deepstow.strategies.core.facts import Tier as Tier  # part of the vocabulary of plans
-from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Layout
+from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Addresses, Layout
 from deepstow.strategies.core.linears import Routes
 from deepstow.strategies.core.peak import Saved, host_room, passes_peak
 

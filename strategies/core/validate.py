@@ -10,20 +10,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
-from deepstow.strategies.core.addresses import Addresses, Spot
-from deepstow.strategies.core.common_host import common_bytes, read_by_all
 from deepstow.strategies.core.facts import Param, Tier
 from deepstow.strategies.core.formats import FORMATS
 from deepstow.strategies.core.layout import (
     ALIGN_BYTES,
     ITEM_BYTES,
+    Addresses,
     Bucket,
     Item,
     Layout,
     Need,
     Site,
+    Spot,
     aligned,
+    common_bytes,
     common_needs,
+    read_by_all,
     ticks_of,
     uses,
 )

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepstow.strategies.core.addresses import Addresses
-from deepstow.strategies.core.layout import Item, Layout
+from deepstow.strategies.core.layout import Addresses, Item, Layout
 from deepstow.strategies.core.on_disk import state_file_bytes, weight_file_bytes
 from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending, find_overlapping
 from deepstow.strategies.engine.buckets.index import BucketOf

@@ -20,10 +20,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from deepstow.strategies.core.addresses import Addresses, Spot
-from deepstow.strategies.core.common_host import read_by_all
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import Bucket, Item, Layout, Need, aligned, common_needs, needs
+from deepstow.strategies.core.layout import (
+    Addresses,
+    Bucket,
+    Item,
+    Layout,
+    Need,
+    Spot,
+    aligned,
+    common_needs,
+    needs,
+    read_by_all,
+)
 from deepstow.strategies.planner.packing import Packing, Piece, pack
 
 packed = lru_cache(maxsize=64)(pack)  # a search packs the same weights again and again

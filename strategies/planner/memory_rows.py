@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from deepstow.strategies.core.addresses import Addresses
 from deepstow.strategies.core.facts import Facts, Tier, Unit
 from deepstow.strategies.core.formats import FORMATS
 from deepstow.strategies.core.layout import (
     ITEM_BYTES,
+    Addresses,
     Bucket,
     Item,
     Layout,

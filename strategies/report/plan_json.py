@@ -17,9 +17,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
-from deepstow.strategies.core.addresses import Addresses, Spot
 from deepstow.strategies.core.facts import Facts, Tier
-from deepstow.strategies.core.layout import Item, Layout, Site, gradient_tick, ticks_of
+from deepstow.strategies.core.layout import Addresses, Item, Layout, Site, Spot, gradient_tick, ticks_of
 from deepstow.strategies.core.peak import host_room
 from deepstow.strategies.core.plan import Keep, Plan
 from deepstow.strategies.core.validate import validate

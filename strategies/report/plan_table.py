@@ -7,11 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from deepstow.strategies.core.addresses import Addresses
 from deepstow.strategies.core.facts import Unit, UnitKind
 from deepstow.strategies.core.grid import Cell, Grid
-from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, largest_shared, ticks_of, uses
-from deepstow.strategies.core.leads import leads
+from deepstow.strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads, ticks_of, uses
 from deepstow.strategies.core.plan import Kind, Plan, Tier, When
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.budget import loading_bytes, writing_bytes

@@ -14,12 +14,12 @@ from deepstow.strategies.core.layout import (
     Item,
     Site,
     gradient_tick,
+    leads,
     needs,
     scratch_bytes,
     ticks_of,
     uses,
 )
-from deepstow.strategies.core.leads import leads
 from deepstow.strategies.planner.buckets import block_bytes, form
 from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
 

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from pydantic import ValidationError
 from torch import nn
 
-from deepstow.strategies.core.common_host import common_bytes
 from deepstow.strategies.core.compose import compose, in_order
 from deepstow.strategies.core.facts import Facts, MachineFacts, Precision, Rates, Tier, UnitKind
-from deepstow.strategies.core.layout import Site
+from deepstow.strategies.core.layout import Site, common_bytes
 from deepstow.strategies.core.plan import Kind, Plan
 from deepstow.strategies.core.protocol import BITWISE, Refusal
 from deepstow.strategies.core.registry import find

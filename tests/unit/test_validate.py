@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core.addresses import Addresses, Spot
 from deepstow.strategies.core.facts import Param, Tier
-from deepstow.strategies.core.layout import Item, Layout, Site
+from deepstow.strategies.core.layout import Addresses, Item, Layout, Site, Spot
 from deepstow.strategies.core.validate import check, validate
 from deepstow.strategies.planner.addresses import place
 from tests.helpers.layouts import bucket, layout

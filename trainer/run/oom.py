@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deepstow.strategies.core.common_host import mapped_bytes
+from deepstow.strategies.core.layout import mapped_bytes
 from deepstow.strategies.core.peak import passes_peak
 from deepstow.strategies.core.plan import Kind, Plan, Tier
 from deepstow.strategies.core.sizes import human

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
 from deepstow.strategies.backends import deepspeed
-from deepstow.strategies.core.common_host import mapped_bytes
 from deepstow.strategies.core.facts import UnitTimes
+from deepstow.strategies.core.layout import mapped_bytes
 from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine import stowed_by

@@ -36,8 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core.formats import FORMATS, HOST_CHUNK
-from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, parks_in_copy, rounded_to_fetch
-from deepstow.strategies.core.leads import leads
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.engine.buckets.gradient_state import GradientState
 from deepstow.strategies.engine.buckets.jobs import Job

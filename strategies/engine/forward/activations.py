@@ -34,9 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core.addresses import Addresses, Spot
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import Item, aligned
+from deepstow.strategies.core.layout import Addresses, Item, Spot, aligned
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.tensors.nested import tensors_in

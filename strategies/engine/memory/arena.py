@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from deepstow.strategies.core.addresses import Addresses, Spot
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import PAGE_BYTES, Item
+from deepstow.strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.accelerator import Driver, row_of
 

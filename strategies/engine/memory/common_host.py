@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepstow.strategies.core.addresses import Spot
 from deepstow.strategies.core.facts import IN_ORDER, Tier
-from deepstow.strategies.core.layout import aligned
+from deepstow.strategies.core.layout import Spot, aligned
 from deepstow.strategies.engine.memory.arena import HostMemory
 from deepstow.strategies.state.processes import started_at
 

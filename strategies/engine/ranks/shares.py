@@ -49,8 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepstow.strategies.core.common_host import common_bytes, read_by_all
-from deepstow.strategies.core.layout import Bucket, Item, Layout, Site
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, common_bytes, read_by_all
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.buckets.pieces import pieces_of
 from deepstow.strategies.engine.memory.arena import Arena
