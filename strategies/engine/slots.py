@@ -49,3 +49,8 @@ class Ring(Generic[User]):
         events = () if former is None else tuple(self._left(former))
         self._users[slot.data_ptr()] = user
         return events
+
+    def finish(self) -> None:
+        """Return when the host has done what all last users wait for."""
+        for user in self._users.values():
+            list(self._left(user))
