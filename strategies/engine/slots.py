@@ -16,11 +16,16 @@ under way in the slot, and has no last event yet, settles first.
     PARKED            DOWN                  the worker has updated with it (``taken``); of a resident in mixed precision
                                             UP has read the new weight, which the update has left there (``arrived``)
     rounded weights   the host              UP has read them (``arrived``)
+    disk windows      the slot's thread     what it was given for the last user, a write among it; and UP has read it
+
+The slots of a disk window (``WindowSlot``) have a thread each, and the order in which that is given its work is the
+order of what it does there: so nobody else needs to wait for a last user. Others ask it for what it was given last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -54,3 +59,51 @@ class Ring(Generic[User]):
         """Return when the host has done what all last users wait for."""
         for user in self._users.values():
             list(self._left(user))
+
+
+def thread(name: str = "stow-disk") -> Executor:
+    """What does a slot's work, or a drive's, one after the other; test doubles do it as late as it may be."""
+    return ThreadPoolExecutor(1, name)
+
+
+class FirstError:
+    """Of what threads do: the first error is kept, nothing is done after it, and all who ask later raise it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def run(self, work: Callable[[], object]) -> None:
+        if self._error is None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+
+    def refuse(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class WindowSlot:
+    """A slot of a disk window, and its thread. What it holds, and what is to come, are numbers."""
+
+    def __init__(self, first: FirstError) -> None:
+        self._first = first
+        self._thread = thread()
+        self._last: Future[None] | None = None
+        self.holds: int | None = None  # once the thread is done
+        self.expected: list[int] = []
+
+    def give(self, work: Callable[[], object]) -> Future[None]:
+        """The thread does ``work`` after all that it was given before."""
+        self._last = self._thread.submit(self._first.run, work)
+        return self._last
+
+    def wait(self) -> None:
+        """Return when the thread is done, or raise the first error of all threads."""
+        if self._last is not None:
+            self._last.result()
+        self._first.refuse()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
