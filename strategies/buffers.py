@@ -32,7 +32,9 @@ class Buffers(Strategy):
     examples = ({"debug": True},)
 
     debug: bool = Field(
-        default=False, description="Check on each use that a slot holds the bucket it should; slow, for tests."
+        default=False,
+        description="Check on each use that a slot holds the bucket it should, and with each forward and backward that "
+        "all ranks run the same blocks; slow, for tests.",
     )
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:

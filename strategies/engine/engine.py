@@ -73,7 +73,7 @@ class Engine(Copied):
     ) -> None:
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
         self.groups, self._debug = groups, debug
-        self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside)
+        self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside, debug=debug)
         self.arena = Arena(addresses, device, self.ranks.common)
         self.disk = DiskState(layout, self.arena) if state_file_bytes(layout) else None
         self.disk_weights = DiskWeights(layout, self.arena, transfer) if weight_file_bytes(layout) else None

@@ -14,9 +14,9 @@ after the weight's gradient was made. Then the host rounds the master, which nob
 copies what comes out; slow, but seldom. If the gradient has been dropped (``zero_grad`` without a step), the host
 rounds the master into the place itself, which then is the copy again.
 
-[Note: rounded to be fetched] Where the host has only the masters (``copy_passes``), each fetch rounds one into a slot,
-after UP has read the weight of the bucket that had it before (``arrived``), and after DOWN (``stored``) or the worker,
-whose update was settled, has written the master. UP reads the slot after that.
+[Note: rounded to be fetched] Where the host has only the masters (``copy_passes``), each fetch rounds one into a slot
+(``slots.py``), after DOWN (``stored``) or the worker, whose update was settled, has written the master. UP reads the
+slot after that.
 
 [Note: from the disk] A weight that rests on the disk is read into a slot, ahead of its use as far as that was foreseen
 (``expect``), or now (``memory/disk_weights.py``); UP copies it from there. Its update counts as done when it is there
@@ -41,7 +41,8 @@ from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
 from deepstow.strategies.engine.codecs import EncodedWeights
 from deepstow.strategies.engine.memory.disk_weights import DiskWeights, Updated
 from deepstow.strategies.engine.ranks.replicas import OneRank
-from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
+from deepstow.strategies.engine.slots import Ring
+from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 
 
 class Residency:
@@ -52,7 +53,7 @@ class Residency:
     ) -> None:
         self._ranks, self._transfer, self._disk, self._debug = ranks, transfer, disk, debug
         self._codes = codes  # the memory on the device for those in flight
-        self._slots: dict[int, BucketState] = {}  # by address of a slot that masters are rounded into: the last bucket
+        self._rounded = Ring(_left_rounded)
 
     def claim(self, bucket: BucketState) -> None:
         """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in]."""
@@ -149,9 +150,8 @@ class Residency:
     def _round_into_slot(self, bucket: BucketState) -> None:
         """Round the master into the slot from which UP will read it; see [Note: rounded to be fetched]."""
         assert bucket.copy is not None
-        transfer, former = self._transfer, self._slots.get(bucket.copy.data_ptr(), bucket)
-        transfer.host_wait(former.arrived, bucket.stored)
-        self._slots[bucket.copy.data_ptr()] = bucket
+        transfer = self._transfer
+        transfer.host_wait(*self._rounded.take(bucket.copy, bucket), bucket.stored)
         self._round(bucket)
         transfer.wait(Stream.UP, transfer.record(Stream.HOST))
 
@@ -197,3 +197,7 @@ class Residency:
     def _vacate(self, bucket: BucketState) -> None:
         bucket.vacate()
         self._transfer.vacated(bucket.weight, bucket.used, bucket.stored, bucket.arrived)
+
+
+def _left_rounded(former: BucketState) -> Iterable[Event | None]:
+    return (former.arrived,)

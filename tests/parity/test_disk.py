@@ -20,7 +20,7 @@ from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES, Layout
 from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
-from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
+from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory import disk_state, scratch_file, tiers
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile
@@ -67,7 +67,7 @@ def test_the_bits_are_those_of_plain_training(
 ) -> None:
     """Reads and writes are as late as somebody waits for them; the worker updates, or the caller."""
     dtype, loop, wished = CASES[case]
-    monkeypatch.setattr(disk_state, "thread", Late)
+    monkeypatch.setattr(slots, "thread", Late)
     batches = tokens("llama", 4 * loop.get("accumulation", 1))
     model = build("llama", dtype=dtype)
     drives = folders(tmp_path, *wished.get("disk", ("a",)))
@@ -117,7 +117,7 @@ def test_what_is_expected_waits_until_its_slot_is_free(tmp_path: Path) -> None:
 
 def test_each_piece_is_read_once_though_another_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In backward the bucket before is complete while this one is updated, and would be the first to be read."""
-    monkeypatch.setattr(disk_state, "thread", Early)
+    monkeypatch.setattr(slots, "thread", Early)
     plan = plan_of(build("llama"), disk=[str(tmp_path)], **HOST)
     disk = disk_state.DiskState(plan.layout, Arena(plan.place.addresses, torch.device("cpu")))
     many = 2 * plan.layout.window_slots
@@ -230,7 +230,7 @@ def test_saved_from_the_disk_and_loaded_into_it(late: bool, tmp_path: Path, monk
     first, in_memory = trained("", 2)
     in_memory.save(before)
     if late:
-        monkeypatch.setattr(disk_state, "thread", Late)
+        monkeypatch.setattr(slots, "thread", Late)
     model, optimizer = trained(there, 2)
     optimizer.save(after)
     again, loaded = trained("", 1)

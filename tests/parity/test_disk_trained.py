@@ -14,8 +14,7 @@ from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.on_disk import disk_bytes, rewritten_bytes, weights_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
-from deepstow.strategies.engine import AdamW, StowOptimizer, stow
-from deepstow.strategies.engine.memory import disk_state
+from deepstow.strategies.engine import AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory.disk_weights import WRITES
 from deepstow.strategies.engine.memory.scratch_file import DiskError
 from deepstow.strategies.planner import places
@@ -38,7 +37,7 @@ def test_no_read_begins_before_the_write_has_ended(
     dtype: torch.dtype, loop: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drives write when somebody waits for it and no sooner; slots read as soon as they are told what comes."""
-    monkeypatch.setattr(disk_state, "thread", lambda name="": Late() if name == WRITES else Early())
+    monkeypatch.setattr(slots, "thread", lambda name="": Late() if name == WRITES else Early())
     model, batches = build("llama", dtype=dtype), tokens("llama", 4 * loop.get("accumulation", 1))
     wished: Any = HOST | {"weights_there": True, "in_backward": True, "passing": not loop, "park": "host"}
     plan: Any = plan_of(model, disk=[str(tmp_path)], prefetch=1, **wished, **loop)

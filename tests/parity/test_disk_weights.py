@@ -16,8 +16,7 @@ from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.on_disk import disk_bytes, weights_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
-from deepstow.strategies.engine import AdamW, StowOptimizer, stow
-from deepstow.strategies.engine.memory import disk_state
+from deepstow.strategies.engine import AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory.scratch_file import DiskError
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from deepstow.trainer.planning.plan_for import plan_for
@@ -72,7 +71,7 @@ def test_the_bits_are_those_of_plain_training(
     """Reads are as late as somebody waits for them, or ahead."""
     dtype, loop, wished = CASES[case]
     if late:
-        monkeypatch.setattr(disk_state, "thread", Late)
+        monkeypatch.setattr(slots, "thread", Late)
     batches, sides = tokens("llama", 4 * loop.get("accumulation", 1)), [base(dtype), base(dtype)]
     for model in sides if again else ():
         checkpointing(model, "full")

@@ -281,10 +281,10 @@ def finish(optimizer: Any) -> None:
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-def other_path(ranks: Ranks) -> str:
+def other_path(ranks: Ranks, *, debug: bool) -> str:
     """The second rank leaves out another block than the first; all blocks have the same size. Nothing is updated."""
     model: Any = build("llama")
-    optimizer = stowed_on(ranks, model)
+    optimizer = stowed_on(ranks, model, debug=debug)
     blocks = model.model.layers
     model.model.layers = nn.ModuleList(block for index, block in enumerate(blocks) if index != 1 + ranks.rank)
     loss = model(**tokens("llama", 1)[0]).loss
@@ -309,7 +309,7 @@ def other_loss(ranks: Ranks) -> str:
 def alone(ranks: Ranks) -> str:
     """After a step the first rank reads a weight, and then runs forward without gradients while the others train."""
     model: Any = build("llama")
-    plan: Any = plan_for(model, max_grad_norm=0.05, world_size=2, zero={"stage": 3}, site="host")
+    plan: Any = plan_for(model, max_grad_norm=0.05, world_size=2, zero={"stage": 3}, site="host", debug=True)
     optimizer = stow(model, plan, groups_of(model, 1), device="cpu")
     batch = tokens("llama", 1)[0]
     model(**batch).loss.backward()
@@ -341,15 +341,19 @@ def apart(ranks: Ranks) -> str:
     return str(caught.value)
 
 
+SKIPPED = "through the model: at one time rank 0 ran model.layers.2, and rank 1 ran model.layers.1. "
+
+
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        (other_path, "through the model: at one time rank 0 ran model.layers.2, and rank 1 ran model.layers.1. "),
+        (partial(other_path, debug=True), SKIPPED),
+        (partial(other_path, debug=False), SKIPPED),
         (other_loss, "at one time rank 0 goes back through model.layers.2, and rank 1 did nothing. "),
         (alone, "rank 0 began a forward without gradients, and rank 1 began a forward with gradients. "),
         (apart, "strategies.offload.gather: rank 0 cannot read the memory of another one (another file): "),
     ],
-    ids=["other path", "other loss", "alone", "another machine"],
+    ids=["other path", "other path, without debug", "other loss", "alone", "another machine"],
 )
 def test_refused(what: Callable[[Ranks], str], line: str) -> None:
     assert line in run_world(2, what)

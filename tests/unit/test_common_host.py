@@ -84,7 +84,8 @@ def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytes
     whole = layouts.bucket("b", "layers.0", 1024, shards=2, resident_ticks=((0, 1), (1, 2)))
     planned = replace(layouts.layout(whole), common_host=True)
     monkeypatch.setattr(Shares, "_share", lambda self, tensors, device: None)
-    common: Any = Shares(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]
+    how: Any = {"beside": True, "debug": False}
+    common: Any = Shares(nn.Module(), None, transfer, CPU, planned, **how)  # type: ignore[arg-type]
     bucket: Any = SimpleNamespace(index=0, replaced=7, sources=[torch.ones(1)])
     common.written(bucket, transfer.record(Stream.DOWN))
     counts = common._common_host._counts(common._common_host._own)

@@ -6,12 +6,11 @@ moves state between the two. What will be updated is ``expect``-ed: it is read a
 written behind when it was updated, while others are read and updated. Updates that wait run in the order of buckets, so
 pieces are read in that order; but those of an update that has begun are first: in backward earlier buckets come later.
 
-Ordering. Everything that concerns a piece happens in its one slot, whose thread does what it is given in that order.
+Ordering. Everything that concerns a piece happens in its one slot, whose thread does what it is given in that order
+(``slots.py``): what it reads next is read after what it was to write.
     read, then use          ``held`` waits for all that the slot's thread was given, before it shows the state
     use, then write         ``held`` gives the write to the thread when it is left; until then the slot's lock keeps
                             others out, and nothing is read ahead into it
-    write, then reuse       what the slot holds next is read by the same thread, after the write
-    write, then next read   likewise: a piece never changes its slot
     then a checkpoint       it reads by way of ``held``, as everybody does
     two threads             each holds one piece at a time, so none waits for a slot while another waits for its own
 The first error is kept, and raised by all who come later: what was to be written is lost, whatever is read well.
@@ -21,8 +20,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -35,42 +33,17 @@ from deepstow.strategies.core.on_disk import pieces_on_disk, state_file_bytes
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.stretches import Stretch
 from deepstow.strategies.engine.memory.tiers import Striped
+from deepstow.strategies.engine.slots import FirstError, WindowSlot
 
 
-def thread(name: str = "stow-disk") -> Executor:
-    """What does a slot's work, or a drive's, one after the other; test doubles do it as late as it may be."""
-    return ThreadPoolExecutor(1, name)
+class _Slot(WindowSlot):
+    """One slot, of pieces by their numbers; what is to come is sorted."""
 
-
-class FirstError:
-    """Of what threads do: the first error is kept, nothing is done after it, and all who ask later raise it."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    def run(self, work: Callable[[], object]) -> None:
-        if self._error is None:
-            try:
-                work()
-            except Exception as error:
-                self._error = error
-
-    def refuse(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-class _Slot:
-    """One slot: which piece it holds once its thread is done, and which are to come; pieces by their numbers."""
-
-    def __init__(self) -> None:
+    def __init__(self, first: FirstError) -> None:
+        super().__init__(first)
         self.lock = threading.RLock()  # of whoever uses the state
-        self.thread = thread()
-        self.last: Future[None] | None = None  # what the thread was given last
-        self.holds: int | None = None
         self.changed = False  # it differs from the file
         self.users = 0
-        self.expected: list[int] = []  # what is to come, sorted
 
 
 class DiskState:
@@ -86,7 +59,7 @@ class DiskState:
         self._pieces: dict[int, range] = {}  # of each bucket, by index
         self._begun = range(0)  # those of the update that has begun
         self.stretches: dict[int, list[Stretch]] = {}  # likewise
-        self._slots = [_Slot() for _ in range(layout.window_slots)]
+        self._slots = [_Slot(self._first) for _ in range(layout.window_slots)]
         window = arena.of("", Item.WINDOW, torch.uint8)
         assert window is not None
         size = max(layout.window_of(bucket)[1] for bucket in layout.buckets if bucket.state_on_disk)
@@ -125,11 +98,8 @@ class DiskState:
                     slot.expected.remove(number)
                     self._begun = self._pieces[index]
                 self._load(slot, number)
-                last = slot.last
             try:
-                if last is not None:
-                    last.result()
-                self._first.refuse()
+                slot.wait()
                 yield
             finally:
                 with self._issuing:
@@ -151,23 +121,20 @@ class DiskState:
         self._store(slot)
         _, memory, offset = self._places[number]
         if number in self._written:
-            self._give(slot, lambda: self._file.read(memory, offset))
+            slot.give(lambda: self._file.read(memory, offset))
         else:
-            self._give(slot, memory.zero_)
+            slot.give(memory.zero_)
         slot.holds = number
 
     def _store(self, slot: _Slot) -> None:
         if slot.changed and slot.holds is not None:
             _, memory, offset = self._places[slot.holds]
-            self._give(slot, lambda: self._file.write(memory, offset))
+            slot.give(lambda: self._file.write(memory, offset))
             self._written.add(slot.holds)
             slot.changed = False
 
-    def _give(self, slot: _Slot, work: Callable[[], object]) -> None:
-        slot.last = slot.thread.submit(self._first.run, work)
-
     def close(self) -> None:
         for slot in self._slots:
-            slot.thread.shutdown(wait=True)
+            slot.close()
         self._file.close()
         self._closed = True

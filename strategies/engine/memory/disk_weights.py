@@ -8,7 +8,7 @@ after it was compared with its checksums (``refuse_damaged``).
 The CPU's update of a trained weight makes the new one in PARKED, over the gradient. From there it goes to its place in
 the file (``rewrite``): by a thread of the drive, behind the worker, which goes on with other updates.
 
-Ordering. Everything that concerns a slot is done by its thread, in the order in which it was given.
+Ordering. Everything that concerns a slot is done by its thread (``slots.py``).
     copy up, then read      the thread waits for UP (``leaves``) before it reads something else into the slot
     read, then copy up      ``bring_in`` waits for the read, and the caller lets UP wait for what the host has done
     update, then write      the drive's thread waits for the worker's update, the future that it was given
@@ -36,10 +36,11 @@ from torch import Tensor
 
 from deepstow.strategies.core.layout import Item, Layout
 from deepstow.strategies.core.on_disk import weight_bytes_on_disk, weight_file_bytes, weights_on_disk
-from deepstow.strategies.engine.memory import disk_state
+from deepstow.strategies.engine import slots
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.scratch_file import ScratchFile
 from deepstow.strategies.engine.memory.tiers import Striped
+from deepstow.strategies.engine.slots import WindowSlot
 from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 
 Updated: TypeAlias = tuple[bool, Event]  # whether an update changed the weight, and the event after it
@@ -47,15 +48,10 @@ WRITES = "stow-write"  # names of threads
 FORESEEN = 4  # weights of a slot that are to come; several may be brought in at once
 
 
-class _Slot:
-    """One slot: the weight that it holds once its thread is done, by its bucket's index."""
+class _Slot(WindowSlot):
+    """One slot, of weights by their buckets' indices; what is to come has the next first."""
 
-    def __init__(self) -> None:
-        self.thread = disk_state.thread()
-        self.last: Future[None] | None = None  # what the thread was given last
-        self.holds: int | None = None
-        self.left: Event | None = None  # UP has read what it holds
-        self.expected: list[int] = []  # what is to come, the next first
+    left: Event | None = None  # UP has read what it holds
 
 
 class DiskWeights:
@@ -64,24 +60,24 @@ class DiskWeights:
     def __init__(self, layout: Layout, arena: Arena, transfer: Transfer) -> None:
         self._transfer = transfer
         self._file = Striped(layout.disk, weight_file_bytes(layout), "weights", checked=layout.disk_checksums)
-        self._first = disk_state.FirstError()
-        slots = dict[int, _Slot]()  # by address
+        self._first = slots.FirstError()
+        at = dict[int, _Slot]()  # by address
         self._places: dict[int, tuple[_Slot, Tensor, ScratchFile, int]] = {}  # slot, its memory, and where it rests
         self._new: dict[int, tuple[Executor, Tensor]] = {}  # of those that updates write: by whom, and from where
         self._rewrites: dict[int, Future[Updated]] = {}  # that the next read of a weight waits for
         self._reads: dict[int, Future[None]] = {}  # the last one of each weight
-        drives = [disk_state.thread(WRITES) for _ in layout.disk]
+        drives = [slots.thread(WRITES) for _ in layout.disk]
         for index, (drive, offset) in weights_on_disk(layout).items():
             bucket = layout.buckets[index]
             memory = arena.of(bucket.name, Item.COPY, torch.uint8)
             assert memory is not None and memory.numel() == weight_bytes_on_disk(bucket)
-            slot = slots.setdefault(memory.data_ptr(), _Slot())
+            slot = at.setdefault(memory.data_ptr(), _Slot(self._first))
             self._places[index] = slot, memory, self._file.on(drive), offset
             if bucket.copy_on_disk:
                 parked = arena.of(bucket.name, Item.PARKED, torch.uint8)
                 assert parked is not None and parked.numel() == memory.numel()
                 self._new[index] = drives[drive], parked
-        self._slots, self._drives = list(slots.values()), drives
+        self._slots, self._drives = list(at.values()), drives
 
     def resting(self, index: int) -> Tensor | None:
         """The bytes of a weight in the file, to be read and written from outside; None: it does not rest there."""
@@ -138,10 +134,7 @@ class DiskWeights:
     def bring_in(self, index: int) -> None:
         """Return when the slot holds the weight."""
         self._load(index)
-        last = self._places[index][0].last
-        assert last is not None
-        last.result()
-        self._first.refuse()
+        self._places[index][0].wait()
 
     def leaves(self, index: int, sent: Event | None) -> None:
         """After ``sent`` UP has read the slot, into which something else may be read."""
@@ -157,7 +150,7 @@ class DiskWeights:
         slot, memory, file, offset = self._places[index]
         if slot.holds != index:
             read = partial(self._read, memory, file, offset, slot.left, self._rewrites.pop(index, None))
-            slot.last = self._reads[index] = slot.thread.submit(self._first.run, read)
+            self._reads[index] = slot.give(read)
             slot.holds = index
 
     def _read(
@@ -182,6 +175,8 @@ class DiskWeights:
         return changed, self._transfer.record(Stream.HOST)
 
     def close(self) -> None:
-        for thread in (*self._drives, *(slot.thread for slot in self._slots)):
-            thread.shutdown(wait=True)
+        for drive in self._drives:
+            drive.shutdown(wait=True)
+        for slot in self._slots:
+            slot.close()
         self._file.close()

@@ -216,9 +216,14 @@ class Replicas(OneRank):
 
     def _on_any(self, flags: Iterable[bool]) -> list[bool]:
         """Which of ``flags`` some rank has set. A collective."""
-        known = torch.tensor([float(flag) for flag in flags])
+        return [bool(flag) for flag in self._largest(flags)]
+
+    def _largest(self, numbers: Iterable[float]) -> list[float]:
+        """Of each number the largest of all ranks. A collective."""
+        known = torch.tensor(list(numbers), dtype=torch.float64)
         dist.all_reduce(known, dist.ReduceOp.MAX, group=self._hosts)
-        return [bool(flag) for flag in known.tolist()]
+        largest: list[float] = known.tolist()
+        return largest
 
 
 def hosts_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -32,9 +32,12 @@ the weights after as many updates as it has submitted.
 There is no deadlock: at the same place in its program, a rank has submitted what the others wait for, and none of it
 waits for what comes after that place.
 
-Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, so
-what the ranks have run and exchanged, and will go back through, is compared when forward and backward begin, and again
-before any weight is updated. Weights that are away are not read by one rank alone (``Engine.refuse_alone``).
+Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, and
+weights be wrong in silence. So what the ranks have run and exchanged, and will go back through, has a digest, which
+goes along where the hosts tell each other of which gradients there are (``_on_any``): at the latest when backward has
+ended, before the norm. Nothing is exchanged for it alone. By then a rank may wait for an exchange that the others
+never make, until the group's timeout; with ``debug`` digests are compared when forward and backward begin, too, so that
+every such model gets its line. Weights that are away are not read by one rank alone (``Engine.refuse_alone``).
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,7 +66,9 @@ REMEMBERED = 10_000  # of what ranks compare, for the message; a long evaluation
 
 
 class Shares(Replicas):
-    """The exchanges of one process group. ``beside``: a thread waits for copies down, not the caller."""
+    """The exchanges of one process group. ``beside``: a thread waits for copies down, not the caller. ``debug``: other
+    paths are refused before anything is exchanged on them.
+    """
 
     shared = True
 
@@ -77,9 +82,11 @@ class Shares(Replicas):
         two_level: TwoLevel | None = None,
         *,
         beside: bool,
+        debug: bool,
     ) -> None:
         super().__init__(model, group, transfer, device, two_level)
         self.rank, self._layout = dist.get_rank(group), layout
+        self._debug = debug
         size = common_bytes(layout)
         self._common_host = CommonHost(size, len(layout.buckets), device) if size else None
         self.common = None if self._common_host is None else self._common_host.weights
@@ -256,8 +263,8 @@ class Shares(Replicas):
         transfer.wait(Stream.COMPUTE, transfer.record(Stream.NET))
 
     def end_backward(self, order: Sequence[Place]) -> None:
-        self._refuse_other_paths()
         super().end_backward(order)
+        self._forget_path()
 
     def tell_norms(self, gradients: Sequence[Place], device: torch.device) -> None:
         """All ranks but one contribute a zero, and adding zeros is exact."""
@@ -276,30 +283,42 @@ class Shares(Replicas):
 
     def begin_forward(self, *, trains: bool, is_last: bool) -> None:
         self.note("began", f"a forward {'with' if trains else 'without'} gradients")
-        self._refuse_other_paths()
+        self._look_for_other_paths()
         if trains and self._due:
             self._scaled.clear()
         super().begin_forward(trains=trains, is_last=is_last)
 
     def begin_backward(self) -> None:
         self._scaled.add(self.scaled)
-        self._refuse_other_paths()  # an exchange of gradients would not find its like
+        self._look_for_other_paths()  # an exchange of gradients would not find its like
 
     def note(self, what: str, module: str) -> None:
         line = f"{what} {module}"
         self._digest.update(f"{line}\n".encode())
         self._path.append(line)
 
-    def _refuse_other_paths(self) -> None:
-        """All ranks raise if they have not run and exchanged the same since this was last called. A collective."""
-        mine, digest = list(self._path), int.from_bytes(self._digest.digest()[:7])
+    def _look_for_other_paths(self) -> None:
+        """All ranks raise if their paths differ. In debug a collective, else nothing."""
+        if self._debug:
+            self._on_any(())
+            self._forget_path()
+
+    def _on_any(self, flags: Iterable[bool]) -> list[bool]:
+        """Compares paths as well: a number is the same on all ranks if its largest is also its least."""
+        digest = float(int.from_bytes(self._digest.digest()[:6]))
+        *known, most, least = self._largest([*flags, digest, -digest])
+        if most != -least:
+            self._refuse_other_paths()
+        return [bool(flag) for flag in known]
+
+    def _forget_path(self) -> None:
+        """All ranks have come the same way."""
         self._digest, self._path = hashlib.sha256(), deque(maxlen=REMEMBERED)
-        known = torch.empty(self.ranks, dtype=torch.int64)
-        dist.all_gather_into_tensor(known, torch.tensor([digest]), group=self._hosts)
-        if len(set(known.tolist())) == 1:
-            return
+
+    def _refuse_other_paths(self) -> NoReturn:
+        """Say where paths differ. A collective."""
         lists: list[Any] = [None] * self.ranks
-        dist.all_gather_object(lists, mine, group=self._hosts)
+        dist.all_gather_object(lists, list(self._path), group=self._hosts)
         times = zip_longest(*lists, fillvalue="did nothing")
         each = next((each for each in times if len(set(each)) > 1), ["did something else before"] * self.ranks)
         other = next((rank for rank, what in enumerate(each) if what != each[0]), 1)
@@ -319,6 +338,7 @@ def ranks_of(
     two_level: TwoLevel | None = None,
     *,
     beside: bool,
+    debug: bool,
 ) -> OneRank:
     """What the ranks of ``group`` do together under ``layout``; None: there is one rank. A collective. ``two_level``:
     how they exchange, if not all at once.
@@ -326,7 +346,7 @@ def ranks_of(
     if group is None:
         return OneRank(transfer)
     if any(bucket.shards > 1 for bucket in layout.buckets):
-        return Shares(model, group, transfer, device, layout, two_level, beside=beside)
+        return Shares(model, group, transfer, device, layout, two_level, beside=beside, debug=debug)
     return Replicas(model, group, transfer, device, two_level)
 
 

@@ -142,8 +142,7 @@ class Gradients:
         """Give COMPUTE the slot of ``bucket`` if several pass through it."""
         if not bucket.spec.grad_passes:
             return
-        assert bucket.grad is not None
-        former = self._updates.slots.get(bucket.grad.data_ptr())
+        former = self._updates.gradient_slots.last(bucket)
         if former is bucket and bucket.grads.unsent:
             return
         if former is not None and former is not bucket and former.grads.unsent:
@@ -153,7 +152,7 @@ class Gradients:
                     f"parameter has none, or both get theirs at once): set strategies.offload.gradients: device"
                 )
             self._down.send(former)  # incomplete: send what has landed
-        self._updates.enter_slot(bucket, Stream.COMPUTE)
+        self._updates.gradient_slots.enter(bucket, Stream.COMPUTE)
 
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""

@@ -5,24 +5,22 @@
     norms                of a single micro-batch on COMPUTE, before it leaves; of several in PARKED, by the worker
 
 Ordering. COMPUTE wrote the source (an event of COMPUTE). UP has read PARKED, or the weight's copy that the gradient
-replaces (``arrived``). The worker has added what ARRIVAL had (its future), and an addition to PARKED is done before the
-next micro-batch overwrites it (``added``). A PARKED that is a slot (``grad_taken``) is written after the worker's
-update of the bucket that had it before (``taken``); if that left the new weight of a resident there, it is settled, and
-UP has read it (``arrived``). A slot on the device is written again after ``sent`` (``updates.py``). The memory of a
-direct gradient, which has no slot, goes back to torch's allocator when this returns, and whoever gets it next writes it
-on COMPUTE: so COMPUTE waits for ``sent`` first.
+replaces (``arrived``). An addition to PARKED is done before the next micro-batch overwrites it (``added``). Slots wait
+for their last users (``slots.py``): ARRIVAL, and a PARKED that is one (``grad_taken``). The memory of a direct
+gradient, which has no slot, goes back to torch's allocator when this returns, and whoever gets it next writes it on
+COMPUTE: so COMPUTE waits for ``sent`` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
+from deepstow.strategies.engine.slots import Ring
 from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.norms import norms_of
@@ -37,8 +35,8 @@ class GradientsDown:
         self, accumulation: int, transfer: Transfer, worker: Worker, settle: Callable[[BucketState], None]
     ) -> None:
         self._accumulation, self._transfer, self._worker, self._settle = accumulation, transfer, worker, settle
-        self._slots: dict[int, BucketState] = {}  # by address of PARKED: the bucket whose gradient was there last
-        self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
+        self._parked = Ring(self._left_in_parked)
+        self._arrivals = Ring(_left_in_arrival)
 
     def send(self, bucket: BucketState) -> None:
         """DOWN with what has landed in the slot and was not sent: nothing, all, or some parameters."""
@@ -82,11 +80,9 @@ class GradientsDown:
         target = bucket.arrival if adds else bucket.parked
         assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
         if adds:
-            former = self._arrivals.pop(target.data_ptr(), None)
-            if former is not None:
-                transfer.wait(Stream.DOWN, former.result())
-        else:
-            self._enter_slot(bucket, target)
+            transfer.wait(Stream.DOWN, *self._arrivals.take(target, bucket))
+        elif self._parked.last(target) is not bucket:
+            transfer.wait(Stream.DOWN, *self._parked.take(target, bucket))
         if not adds and grads.added is not None:  # done long ago: an update has read PARKED since
             transfer.wait(Stream.DOWN, grads.added.result())
         transfer.wait(Stream.DOWN, transfer.record(Stream.COMPUTE), bucket.arrived)
@@ -97,24 +93,18 @@ class GradientsDown:
         grads.send(sent=transfer.record(Stream.DOWN))
         if adds:
             work = partial(self._add, bucket, target, leaving, summed, grads.sent)
-            added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
-            grads.added = added
+            grads.added = self._worker.submit(bucket.index, work)
 
-    def _enter_slot(self, bucket: BucketState, parked: Tensor) -> None:
-        """Let DOWN write PARKED, which may be a slot, after the worker's update of the bucket that had it before."""
-        former = self._slots.get(parked.data_ptr(), bucket)
-        self._slots[parked.data_ptr()] = bucket
-        if former is bucket:
-            return
+    def _left_in_parked(self, former: BucketState) -> Iterator[Event | None]:
         if former.grads.taken is not None:
-            self._transfer.wait(Stream.DOWN, former.grads.taken.result()[1])
+            yield former.grads.taken.result()[1]
             if former.spec.mixed and former.spec.resident:
                 self._settle(former)
-                self._transfer.wait(Stream.DOWN, former.arrived)
+                yield former.arrived
         elif former.grads.summed:  # and not submitted
             raise RuntimeError(
-                f"{bucket.name} needs the place of the gradients of {former.name}, of which not all have come (a "
-                f"parameter has none, or is still in use): set strategies.offload.gradients: host"
+                f"a bucket needs the place of the gradients of {former.name}, of which not all have come (a parameter "
+                f"has none, or is still in use): set strategies.offload.gradients: host"
             )
 
     def _add(
@@ -145,5 +135,9 @@ class GradientsDown:
 
     def finish_sums(self) -> None:
         """Return when the worker has added what was sent."""
-        for former in self._arrivals.values():
-            former.result()
+        self._arrivals.finish()
+
+
+def _left_in_arrival(former: BucketState) -> Iterator[Event]:
+    if former.grads.added is not None:
+        yield former.grads.added.result()

@@ -11,17 +11,15 @@ NaN.
 In mixed precision the update reads the gradient in chunks, as fp32, through scratch memory; the gradient is never
 copied whole. Host updates of residents write the new weight over the gradient they have read (PARKED).
 
-Ordering, by memory that two streams touch:
-    visit slot   UP writes after DOWN has stored the slot's former bucket (``stored``, which came after its ``used``);
-                 COMPUTE after UP (``arrived``, which came after ``stored`` of overlapping buckets); DOWN after COMPUTE
-                 (``used``)
+Ordering, by memory that two streams touch; what passes through slots waits for their last users, too (``slots.py``):
+    visit slot   COMPUTE writes after UP (``arrived``, which came after ``stored`` of overlapping buckets); DOWN reads
+                 after COMPUTE (``used``)
     host state   UP reads after the DOWN that wrote it (``stored``); the worker's own state is written by nobody else.
                  State on the disk is used by the host alone, inside of ``at_hand`` (``memory/disk_state.py``)
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
-                 next DOWN waits for that UP (``arrived``). As a slot, see ``gradients_down.py``. A new weight goes to
-                 the disk from there before the update counts as done (its future; ``memory/disk_weights.py``)
-    COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``); as a slot, see
-                 ``residency.py``
+                 next DOWN waits for that UP (``arrived``). A new weight goes to the disk from there before the update
+                 counts as done (its future; ``memory/disk_weights.py``)
+    COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``)
     both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy (``arrived``), and so after
                  whoever wrote that. The update reads the gradient before it writes the new weight over it: the worker
                  in program order; of a streamed bucket UP reads (``arrived``), then COMPUTE updates (``used``), then
@@ -35,7 +33,7 @@ at multiples of a vector from the start of the parameter, and the last chunk end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,9 +46,11 @@ from deepstow.strategies.engine.buckets.jobs import Job, Scale
 from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
 from deepstow.strategies.engine.ranks.replicas import OneRank
 from deepstow.strategies.engine.residency import Residency
+from deepstow.strategies.engine.slots import Ring
 from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.chunks import Chunk, chunks_of
+from deepstow.strategies.engine.updating.gradient_slots import GradientSlots
 from deepstow.strategies.engine.updating.moments import Moments
 from deepstow.strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
 
@@ -74,8 +74,8 @@ class Updates:
         self._rule, self._residency, self._ranks = rule, residency, ranks
         self._transfer, self._worker, self._scratch = transfer, worker, scratch
         self._host_scratch = torch.empty(HOST_CHUNK, dtype=torch.float32)
-        self._visiting: dict[int, BucketState] = {}  # by address of the visit slot
-        self.slots: dict[int, BucketState] = {}  # by address of a gradient slot that several buckets pass through
+        self._visits = Ring(self._left_by_visit)
+        self.gradient_slots = GradientSlots(transfer, self.settle)
 
     def submit(self, bucket: BucketState, job: Job) -> None:
         """Start the update, or let it wait until ``begin`` or ``settle``. The parameters are absent until then."""
@@ -97,7 +97,7 @@ class Updates:
             self._visit(bucket)
         if bucket.grads_on_host:
             assert bucket.grad is not None and bucket.parked is not None
-            self.enter_slot(bucket, Stream.UP)
+            self.gradient_slots.enter(bucket, Stream.UP)
             if bucket.grads.added is not None:
                 transfer.wait(Stream.UP, bucket.grads.added.result())
             transfer.copy(Stream.UP, bucket.own(bucket.grad), bucket.parked)
@@ -110,31 +110,21 @@ class Updates:
 
     def _visit(self, bucket: BucketState) -> None:
         assert bucket.visit is not None
-        former = self._visiting.get(bucket.visit.data_ptr(), bucket)
-        if former.pending is Pending.VISITING:
-            self.settle(former)
-        self._visiting[bucket.visit.data_ptr()] = bucket
-        self._transfer.wait(Stream.UP, former.stored, bucket.stored)  # what is stored was used before
+        self._transfer.wait(Stream.UP, *self._visits.take(bucket.visit, bucket), bucket.stored)
         for place, state in zip(_visit_views(bucket), bucket.states(), strict=True):
             self._transfer.copy(Stream.UP, place, state)
 
+    def _left_by_visit(self, former: BucketState) -> Iterable[Event | None]:
+        if former.pending is Pending.VISITING:
+            self.settle(former)
+        return (former.stored,)
+
     def may_begin(self, bucket: BucketState) -> bool:
         """Whether no slot that ``begin`` needs is used by an update under way."""
-        former = [] if bucket.visit is None else [self._visiting.get(bucket.visit.data_ptr())]
+        users = [] if bucket.visit is None else [self._visits.last(bucket.visit)]
         if bucket.grads_on_host and bucket.grad is not None:
-            former.append(self.slots.get(bucket.grad.data_ptr()))
-        return not any(other is not None and other.pending is Pending.VISITING for other in former)
-
-    def enter_slot(self, bucket: BucketState, stream: Stream) -> None:
-        """Let ``stream`` write the gradient slot of ``bucket``, after all copies and kernels of its former bucket."""
-        assert bucket.grad is not None
-        former = self.slots.get(bucket.grad.data_ptr())
-        if former is not None and former is not bucket:
-            if former.pending is Pending.VISITING:
-                self.settle(former)
-            self._transfer.wait(stream, former.grads.sent, former.used)
-        self._transfer.wait(stream, bucket.grads.sent)
-        self.slots[bucket.grad.data_ptr()] = bucket
+            users.append(self.gradient_slots.last(bucket))
+        return not any(user is not None and user.pending is Pending.VISITING for user in users)
 
     def settle(self, bucket: BucketState) -> None:
         """Finish the pending update, if there is one: afterwards ``weight_of`` gives the newest weights."""
