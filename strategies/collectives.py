@@ -67,7 +67,7 @@ _OTHERS: Mapping[str, str] = {
 
 
 # Options of the memory engine, and what they have to be where ranks train alone.
-_NOT_COMPARED: Mapping[str, object] = {"disk": None, "moments": "fp32", "masters": "fp32", "weight_copies": True}
+_NOT_COMPARED: Mapping[str, object] = {"disk": None, "moments": "fp32", "masters": "fp32"}
 
 
 class Collectives(Strategy):

@@ -137,12 +137,6 @@ class Offload(Strategy):
         "places for a few on the host, and backward waits for the CPU. It saves 4 bytes of host memory per parameter "
         "in fp32, 2 in bf16.",
     )
-    weight_copies: bool = Field(
-        default=True,
-        description="In bf16, weights that travel rest on the host as bf16, beside their fp32 masters. false: they are "
-        "rounded from the masters each time they are fetched, which saves 2 bytes of host memory per parameter "
-        "wherever a gradient does not use the same place, and takes time of the CPU.",
-    )
     moments: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",
         description="How AdamW's moments rest. bf16 and int8 save 4 and 6 bytes of host memory per parameter, all "
@@ -176,7 +170,10 @@ class Offload(Strategy):
         "auto: where nothing is clipped.",
     )
 
-    removed = {("update_in_backward", "speculative"): Removed("it gained nothing that was measured; write auto")}
+    removed = {
+        ("update_in_backward", "speculative"): Removed("it gained nothing that was measured; write auto"),
+        ("weight_copies", None): Removed("weights that travel have their copy on the host; leave it out"),
+    }
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
     _brief: bool = PrivateAttr(default=False)
@@ -225,9 +222,6 @@ class Offload(Strategy):
             yield self._refusal("frozen_weights", said)
         yield from self._refuses_moments(run)
         yield from self._refuses_passing(run) if self.gradients == "passing" else ()
-        if not self.weight_copies and run.precision is not Precision.BF16:
-            cure = f"in {run.precision.value} the copy on the host is the master itself; leave it out"
-            yield self._refusal("weight_copies", cure)
         if self.reduction == "fast" and not self._stage:
             cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
             yield self._refusal("reduction", cure)
@@ -303,8 +297,6 @@ class Offload(Strategy):
         if self.site in ("device", "streamed") and not run.adapters:
             is_for = "state that the CPU updates and a base of adapters"
             yield self._refusal("disk", f"is for {is_for}, not site: {self.site}; write site: auto")
-        if not self.weight_copies:
-            yield self._refusal("disk", "has the masters that weight_copies: false rounds to fetch; leave that out")
 
     def in_fewer_bits(self) -> str:
         said = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
@@ -319,8 +311,6 @@ class Offload(Strategy):
             yield self._refusal("masters", "is for weights in bf16; write training.bf16: true, or leave it out")
         if self.masters != "fp32" and run.adapters:
             yield self._refusal("masters", "is for weights in bf16, and adapters are trained in fp32; leave it out")
-        if self.masters != "fp32" and not self.weight_copies:
-            yield self._refusal("masters", "are the weights on the host, so weight_copies: false has nothing to do")
         if OPTIMIZERS.get(run.optim, ("",))[0] != "AdamW":
             yield self._refusal("moments", f"is for AdamW's two, not for {run.optim}'s; leave it out")
         if run.world_size > 1:
@@ -394,7 +384,6 @@ class Offload(Strategy):
             shards=self._shards(facts.run),
             splits_gradients=self._stage >= 2,
             gradients="device" if decided["gradients"] else self.gradients,
-            keeps_copies=self.weight_copies,
             common_host=self._common_host(facts),
             reduction=self.reduction,
             disk=folders_of(self.disk),

@@ -7,9 +7,9 @@ fetched again.
 Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``m`` fp32 moments (Adam: 2):
 
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
-    COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
-              if the master is on the host; and so if it rests on the disk (``weight_on_disk``). If ``frozen_as``
-              names a format, its codes and scales, which become the weight on the device, in CODES, one for all
+    COPY      e on the host, if the weight travels. In fp32 it is the master. In shared slots if it rests on the
+              disk (``weight_on_disk``). If ``frozen_as`` names a format, its codes and scales,
+              which become the weight on the device, in CODES, one for all
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots. None
               where a gradient goes down from the memory in which backward made it (``grad_direct``)
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
@@ -46,10 +46,6 @@ In mixed precision with one micro-batch per update, COPY and PARKED of a bucket 
 copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
 new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
 rounded from the master again, whose rounded value it always is.
-
-Without ``keeps_copies`` the master is all that the host has of a mixed-precision weight (``rounded_to_fetch``): each
-fetch rounds it into a slot, which the copy up reads. Where COPY is the place of PARKED, nothing would be saved, and it
-stays.
 
 Time inside an iteration is counted in ticks: forward of each unit in order of first use, then backward in reverse; 2 n
 ticks for n units. A weight that travels has ``resident_ticks``, half-open ranges during which it is on the device: it
@@ -222,11 +218,10 @@ class Layout:
     max_grad_norm: float  # 0 does not clip
     moments: int = 2  # numbers of optimizer state per element
     moments_as: str = "fp32"  # of ``core/formats.py``
-    grad_slots: int = 2  # for gradients on their way down, and for weights that are rounded on their way up
+    grad_slots: int = 2  # for gradients on their way down
     visit_slots: int = 2  # for visiting state
     window_slots: int = 3  # for state from the disk: one is read, one is updated, one is written; and for weights
     window_elements: int = WINDOW_ELEMENTS  # of each of them
-    keeps_copies: bool = True  # weights that travel rest on the host in the dtype of compute, even beside their masters
     common_host: bool = False  # the ranks are on one machine, and read weights out of each other's host memory
     reduction: Reduction = "exact"
     disk: tuple[str, ...] = ()
@@ -296,12 +291,6 @@ def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
     return bucket.mixed and in_memory and goes_down and layout.accumulation == 1
 
 
-def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
-    """Whether the host has only the master of its weight, and each fetch rounds it; see the module docstring."""
-    with_master = bucket.mixed and bucket.site in (Site.HOST, Site.STREAMED)
-    return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
-
-
 class Need(NamedTuple):
     """Memory that a bucket needs: for the whole run, or only while it is in use (``passes``)."""
 
@@ -319,7 +308,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     yield Need(name, Item.WEIGHT, Tier.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
         size = aligned(copy, Tier.HOST) if bucket.weight_on_disk else copy  # it is read and written by whole pages
-        yield Need(name, Item.COPY, Tier.HOST, size, passes=bucket.weight_on_disk or rounded_to_fetch(bucket, layout))
+        yield Need(name, Item.COPY, Tier.HOST, size, passes=bucket.weight_on_disk)
     if bucket.site is Site.NONE:
         return
     if not bucket.grad_direct:
@@ -404,13 +393,13 @@ def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
 def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
     """What all ranks read of each other's memory on the host to have the whole weight.
 
-    The copy of a weight that travels, unless it is a slot that many pass, or on the disk; of one that stays, and is
+    The copy of a weight that travels, unless it rests on the disk; of one that stays, and is
     updated on the host, what the update leaves there. None: they get it over the network.
     """
     if not layout.common_host or bucket.shards == 1:
         return None
     if not bucket.resident:
-        return None if bucket.weight_on_disk or rounded_to_fetch(bucket, layout) else Item.COPY
+        return None if bucket.weight_on_disk else Item.COPY
     left = Item.PARKED if bucket.mixed else Item.MASTER
     return left if bucket.site is Site.HOST else None
 

@@ -152,8 +152,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     whole = bucket.site is Site.NONE and bucket.shards == 1 and not bucket.on_disk
     if bucket.frozen_as and not (whole and bucket.dtype in ("float32", "bfloat16")):
         yield f"only frozen weights of one rank, in memory, rest in {bucket.frozen_as}"
-    if bucket.on_disk and not (layout.disk and layout.keeps_copies):
-        yield "rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
+    if bucket.on_disk and not layout.disk:
+        yield "rests on the disk, and there is no folder"
 
 
 def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:

@@ -14,10 +14,6 @@ after the weight's gradient was made. Then the host rounds the master, which nob
 copies what comes out; slow, but seldom. If the gradient has been dropped (``zero_grad`` without a step), the host
 rounds the master into the place itself, which then is the copy again.
 
-[Note: rounded to be fetched] Where the host has only the masters (``copy_passes``), each fetch rounds one into a slot
-(``slots.py``), after DOWN (``stored``) or the worker, whose update was settled, has written the master. UP reads the
-slot after that.
-
 [Note: from the disk] A weight that rests on the disk is read into a slot, ahead of its use as far as that was foreseen
 (``expect``), or now (``memory/disk_weights.py``); UP copies it from there. Its update counts as done when it is there
 again (``rewritten``).
@@ -41,8 +37,7 @@ from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
 from deepstow.strategies.engine.codecs import EncodedWeights
 from deepstow.strategies.engine.memory.disk_weights import DiskWeights, Updated
 from deepstow.strategies.engine.ranks.replicas import OneRank
-from deepstow.strategies.engine.slots import Ring
-from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
+from deepstow.strategies.engine.transfer.transfer import Stream, Transfer
 
 
 class Residency:
@@ -53,7 +48,6 @@ class Residency:
     ) -> None:
         self._ranks, self._transfer, self._disk, self._debug = ranks, transfer, disk, debug
         self._codes = codes  # the memory on the device for those in flight
-        self._rounded = Ring(_left_rounded)
 
     def claim(self, bucket: BucketState) -> None:
         """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in]."""
@@ -82,9 +76,7 @@ class Residency:
         if bucket.slot is not bucket.copy:
             self._bring_from_disk(bucket)
             return
-        if bucket.copy_passes:
-            self._round_into_slot(bucket)
-        elif bucket.given_up:
+        if bucket.given_up:
             self._bring_rounded(bucket)
             return
         self._bring(bucket, bucket.copy)
@@ -135,30 +127,18 @@ class Residency:
         place: DOWN has written the last weight and its master before, and UP has read that weight. UP reads what the
         host has written, and the next gradient overwrites it.
         """
-        if not bucket.given_up or bucket.copy_passes or not bucket.settled or bucket.grads.touched:
+        if not bucket.given_up or not bucket.settled or bucket.grads.touched:
             return
         transfer = self._transfer
         transfer.host_wait(bucket.grads.sent)
-        self._round(bucket)
+        assert bucket.copy is not None
+        transfer.uses(Stream.HOST, reads=[bucket.master], writes=[bucket.copy])
+        bucket.round_masters(bucket.copy)
         written = transfer.record(Stream.HOST)
         transfer.wait(Stream.UP, written)
         transfer.wait(Stream.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it
         bucket.restored()
         self._ranks.written(bucket)
-
-    @torch.no_grad()
-    def _round_into_slot(self, bucket: BucketState) -> None:
-        """Round the master into the slot from which UP will read it; see [Note: rounded to be fetched]."""
-        assert bucket.copy is not None
-        transfer = self._transfer
-        transfer.host_wait(*self._rounded.take(bucket.copy, bucket), bucket.stored)
-        self._round(bucket)
-        transfer.wait(Stream.UP, transfer.record(Stream.HOST))
-
-    def _round(self, bucket: BucketState) -> None:
-        assert bucket.copy is not None
-        self._transfer.uses(Stream.HOST, reads=[bucket.master], writes=[bucket.copy])
-        bucket.round_masters(bucket.copy)
 
     @torch.no_grad()
     def _bring_rounded(self, bucket: BucketState) -> None:
@@ -197,7 +177,3 @@ class Residency:
     def _vacate(self, bucket: BucketState) -> None:
         bucket.vacate()
         self._transfer.vacated(bucket.weight, bucket.used, bucket.stored, bucket.arrived)
-
-
-def _left_rounded(former: BucketState) -> Iterable[Event | None]:
-    return (former.arrived,)

@@ -15,7 +15,6 @@ under way in the slot, and has no last event yet, settles first.
     ARRIVAL           DOWN                  the worker has added what was there (``added``)
     PARKED            DOWN                  the worker has updated with it (``taken``); of a resident in mixed precision
                                             UP has read the new weight, which the update has left there (``arrived``)
-    rounded weights   the host              UP has read them (``arrived``)
     disk windows      the slot's thread     what it was given for the last user, a write among it; and UP has read it
 
 The slots of a disk window (``WindowSlot``) have a thread each, and the order in which that is given its work is the

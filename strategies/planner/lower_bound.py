@@ -102,9 +102,9 @@ def bound_of(facts: Facts, request: OffloadRequest, places: Places, estimate: Es
     def choice(index: int, at: Place, *, away: bool) -> Choice:
         load, bucket = estimate.load(index, at), places.buckets[index]
         size, whole = bucket.copy_bytes // bucket.shards, bucket.weight_bytes
-        new = load.new if request.keeps_copies else min(load.new, size)
+        new = load.new
         again = passes * size if away and max(places.ticks[index]) > turn else 0
-        back = size if away and at.site is Site.STREAMED and request.keeps_copies else 0
+        back = size if away and at.site is Site.STREAMED else 0
         visiting = load.state + load.visiting_grads
         rising, falling = new + visiting + again, load.state + load.grads * (not at.grad_direct) + back
         waits = not request.in_backward

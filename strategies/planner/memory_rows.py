@@ -23,7 +23,6 @@ from deepstow.strategies.core.layout import (
     aligned,
     parks_in_copy,
     received_bytes,
-    rounded_to_fetch,
     scratch_bytes,
 )
 from deepstow.strategies.core.plan import RUN, Kind, Plan, Reserve, Share
@@ -33,7 +32,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.WEIGHT: ("slots for weights", "weights in flight"),
     Item.GRAD: ("slots for gradients", "gradients going down, or to their owners"),
     Item.ARRIVAL: ("slots for arrivals", "gradients arriving"),
-    Item.COPY: ("slots for copies of weights", "weights on their way up, rounded or from the disk"),
+    Item.COPY: ("slots for copies of weights", "weights on their way up from the disk"),
     Item.VISIT: ("slots for state", "state passing through the device"),
     Item.STEPS: ("counts", "one update count per parameter"),
     Item.SCRATCH: ("scratch", "gradients in fp32, a stretch at a time"),
@@ -76,8 +75,6 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
             return Resting(Tier.DEVICE, size, "always present" + rounded)
         if bucket.weight_on_disk:
             return Resting(Tier.HOST, 0, "on the disk, read for use", shards)
-        if rounded_to_fetch(bucket, layout):
-            return Resting(Tier.HOST, 0, "rounded from its master for use", shards)
         if bucket.frozen_as:
             whole = FORMATS[bucket.frozen_as].bits // 8  # what is beyond whole bytes is CODES', with the scales
             return Resting(Tier.HOST, whole, f"fetched for use, in {bucket.frozen_as}: not exact")

@@ -79,7 +79,6 @@ class OffloadRequest:
     site: Literal["auto", "device", "host", "streamed"] = "auto"
     weights: Literal["auto", "resident", "streamed"] = "auto"
     gradients: Literal["auto", "device", "host", "passing"] = "auto"
-    keeps_copies: bool = True
     shards: int = 1
     splits_gradients: bool = False
     common_host: bool = False
@@ -195,7 +194,6 @@ class Places:
             moments=facts.run.moments,
             moments_as=request.moments_as,
             grad_slots=1 + max(passing.values(), default=1),
-            keeps_copies=request.keeps_copies,
             common_host=request.common_host,
             reduction=request.reduction,
             disk=request.disk,

@@ -51,7 +51,6 @@ class Update:
         parked_slot: on the host, in which its gradient is until the update has read it.
         exchange_bytes: of its gradient, that a rank sends to others.
         grad_direct: its gradient goes down from where it is made, and compute waits for that.
-        copy_slot: on the host, that its master is rounded into for each reload. None: the host has a copy.
         from_master: an update on the device makes the weight from its master, and needs no weight before.
         disk_bytes: of state that rests on the disk: read before the update into ``window_slot``, and written after it.
         rewritten_bytes: of a new weight that rests there: written after the update, from the place of its gradient.
@@ -68,7 +67,6 @@ class Update:
     arrival_slot: int | None = None
     parked_slot: int | None = None
     visit_slot: int | None = None
-    copy_slot: int | None = None
     exchange_bytes: int = 0
     from_master: bool = False
     disk_bytes: int = 0

@@ -88,7 +88,7 @@ class SiteSearch:
         placement = self._spilled(placement)
         sizes = self.places.sizes(placement)
         made = self._scheduled(placement, sizes, device_room, searched)
-        surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
+        surely = sizes.host + sizes.copies <= self._host_room
         if made is None or surely or place(made).num_bytes(Tier.HOST) <= self._host_room:
             return made if made is None else off_disk(made, self._host_room)
         some = fewest_copies(self.places.movable(placement), sizes.weights - sizes.room(device_room)) or []

@@ -30,7 +30,6 @@ from deepstow.strategies.core.layout import (
     Layout,
     Site,
     gradient_tick,
-    rounded_to_fetch,
     ticks_of,
     uses,
 )
@@ -148,9 +147,7 @@ def problem_of(
                 bucket.shards,
                 on_host=not bucket.resident,
                 gradient_tick=gradient_tick(bucket, ticks_by_unit),
-                common_host=layout.common_host
-                and bucket.shards > 1
-                and not (bucket.weight_on_disk or rounded_to_fetch(bucket, layout)),
+                common_host=layout.common_host and bucket.shards > 1 and not bucket.weight_on_disk,
                 copy_bytes=bucket.copy_bytes if bucket.frozen_as else None,
                 disk_bytes=read_bytes(bucket),
                 disk_slot=slots.get((bucket.name, Item.COPY)) if bucket.weight_on_disk else None,
@@ -290,7 +287,6 @@ def _update(
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         parked_slot=slots.get((bucket.name, Item.PARKED)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
-        copy_slot=None if bucket.weight_on_disk else slots.get((bucket.name, Item.COPY)),
         disk_bytes=bucket.on_disk * bucket.state_bytes(layout.moments),
         window_slot=slots.get((bucket.name, Item.WINDOW)),
         rewritten_bytes=rewritten_bytes(bucket),

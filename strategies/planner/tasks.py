@@ -4,7 +4,6 @@ tick        waits for the tick before it, its weights' reloads and new values, a
             makes: until what was there before has gone down
 reload      waits for the tick before its issue, the reload needed before it, the weight on the host, and new weights
             at the same addresses that still go down
-round       where the host has only the master, the CPU rounds it into a slot first; the reload frees the slot
 gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration.
             Compute goes on when its slot is free; where it has none, when it is on the host
 sum         a further micro-batch's gradient that rests on the host is added there by the CPU
@@ -49,7 +48,6 @@ class Resource(Enum):
 
 COPIES = (Resource.UP, Resource.DOWN)
 SUM_NUMBERS = 3  # that adding a gradient touches per element: two are read, one is written
-ROUND_NUMBERS = 3  # of the weight's size that rounding touches: a master of twice the size is read, a weight is written
 
 
 class Task:
@@ -274,20 +272,14 @@ class TaskBuilder:
         if weight in self._due and self._update(weight).from_master:
             self._vacated[weight] = [ended, *leaving]
             return
-        on_host, slot = self._weight.get(weight), None if info.update is None else info.update.copy_slot
-        if slot is not None:
-            waits = (ended, on_host, self._slots.get(slot))
-            on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.link_bytes, waits)
-            on_host.priority = (*need, self._problem.rank[weight])
-        if info.disk_slot is not None:
-            slot, on_host = info.disk_slot, self._read(weight, need)
+        on_host = self._weight.get(weight) if info.disk_slot is None else self._read(weight, need)
         after = (ended, self._reload, on_host, *leaving)
         due = weight in self._due  # an update here of this rank's part, which the others get afterwards
         size = info.link_bytes if due else info.reload_bytes
         self._reload = self._copy(Resource.UP, f"weight {info.name}", size, after)
         self._reload.seconds += self._problem.decode_seconds(info)
         self._reload.priority = (*need, self._problem.rank[weight])
-        self._occupy(slot, self._reload)
+        self._occupy(info.disk_slot, self._reload)
         whole = self._reload if due else self._gather(info, self._reload)
         self._gate.setdefault(weight, []).append(whole)
 
@@ -360,9 +352,7 @@ class TaskBuilder:
         if update.site is Site.STREAMED:
             state = self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done])
             self._occupy(update.visit_slot, state)
-            if update.copy_slot is not None:
-                self._weight[weight] = state  # the next reload rounds the master that this brings down
-        if weight in self._leaves and update.copy_slot is None:
+        if weight in self._leaves:
             down = self._copy(Resource.DOWN, f"weight {info.name}", info.link_bytes, [done])
             self._weight[weight] = self._leaving[weight] = down
 

@@ -109,7 +109,7 @@ def test_options_that_cannot_work_are_all_told_before_data_is_read(
     data = tmp_path / "text.jsonl"
     data.write_text("no JSON\n")
     wrong = {
-        "offload": {"weight_copies": False, "update_in_backward": True},
+        "offload": {"reduction": "fast", "update_in_backward": True},
         "recompute": {"policy": "auto", "every": 2},
     }
     config = write_config(tmp_path, data={"path": str(data)}, training={"optim": "adafactor"}, strategies=wrong)

@@ -334,7 +334,6 @@ def plan_of(
     gather: str = "network",
     reduction: str = "exact",
     direct: bool = False,
-    copies: bool = True,
     visit_slots: int = 2,
     disk: Sequence[str] = (),
     weights_there: bool = False,
@@ -353,7 +352,6 @@ def plan_of(
         ranks: that share each bucket; ``split``: and the gradients that wait on the device; ``gather``: how they get
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
-        copies: weights that travel rest on the host in the dtype of compute, beside their masters.
         moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
         passing: gradients pass the host in slots.
         disk: folders, where the state of all buckets rests that are updated on the host, and frozen weights that
@@ -406,7 +404,7 @@ def plan_of(
         for b in buckets
     )
     buckets = tuple(replace(b, **change) for b, change in zip(buckets, changes, strict=True))
-    bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
+    bare = replace(made.layout, buckets=buckets, visit_slots=visit_slots)
     bare = replace(bare, disk=tuple(disk), window_slots=2, window_elements=512, moments_as=moments_as)
     bare = weight_schedule.only_while_used(bare, moving, int(prefetch))
     return Made.of(bare, made.facts.params, ranks, debug=debug)

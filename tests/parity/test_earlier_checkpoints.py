@@ -78,7 +78,7 @@ RUNS: Mapping[str, Kind] = {
     "streamed": _offload(1, CLIPPED, **STREAMED),
     "streamed, bf16": _offload(1, BF16, **STREAMED),
     "passing": _offload(**PASSING),
-    "no copies": _offload(1, BF16, weight_copies=False, **HOST),
+    "no copies": _offload(1, BF16, **HOST),  # saved with weight_copies: false, which is gone
     "speculative": _offload(1, CLIPPED, **HOST),  # saved with update_in_backward: speculative, which is gone
     "moments bf16": _offload(moments="bf16", **HOST),
     "disk": _offload(**DISK, **HOST),
@@ -115,7 +115,7 @@ REFUSED: Mapping[str, tuple[Kind, str]] = {
 }
 # In ``make test``: each kind of file, and each reader of one.
 QUICK: Mapping[int, Sequence[str]] = {
-    1: ("plain, momentum", "host, bf16", "speculative", "disk, trained weights", "adapters, fp8", *INT8),
+    1: ("plain, momentum", "host, bf16", "speculative", "no copies", "disk, trained weights", "adapters, fp8", *INT8),
     2: ("zero 3", "shared, zero 3, bf16", "pipeline, offload", "tensor, zero 1", "experts", "topk, shared"),
 }
 

@@ -101,7 +101,6 @@ def layouts(draw: st.DrawFn, params: tuple[Param, ...], accumulation: int, max_n
         max_grad_norm=max_norm,
         grad_slots=draw(st.integers(1, 3)),
         visit_slots=draw(st.integers(1, 3)),
-        keeps_copies=draw(st.booleans()),
     )
 
 

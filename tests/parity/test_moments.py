@@ -40,7 +40,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
     "rounded in backward": (BF16, {}, {"in_backward": True, "rounds": True}),
     "passing": (BF16, {}, HOST | PASSING),
     "summed, passing": (BF16, {"accumulation": 2}, HOST | PASSING | {"park": "device"}),
-    "masters alone": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "copies": False}),
+    "masters alone": (BF16, {"max_norm": 0.05}, {"weights": "travelling"}),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from deepstow.strategies.core.layout import parks_in_copy, rounded_to_fetch
+from deepstow.strategies.core.layout import parks_in_copy
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers import sides
@@ -44,11 +44,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "streamed": {"site": "streamed", "park": "host", "prefetch": 0},
     "streamed, ahead": {"site": "streamed", "park": "host", "prefetch": 1, "bucket": "half"},
 }
-WITHOUT_COPIES: dict[str, dict[str, Any]] = {
-    "masters": {"site": "streamed", "park": "device", "prefetch": 0, "copies": False},
-    "masters, ahead": {"site": "streamed", "park": "device", "prefetch": 2, "copies": False},
-}
-ALL = LAYOUTS | WITHOUT_COPIES
 TRANSFERS: list[type[Transfer]] = [Vacant, RaceDetector]
 
 
@@ -246,13 +241,13 @@ def compare(
 ) -> None:
     """What ``loop`` sees and leaves, plainly and stowed."""
     how: dict[str, Any] = {"transfer": transfer, "beside": True, "debug": transfer is not Vacant}
-    where = {"weights": "travelling", "in_backward": max_norm == 0, **ALL[layout]}
+    where = {"weights": "travelling", "in_backward": max_norm == 0, **LAYOUTS[layout]}
     both_sides(MADE[kind], loop, [where], max_norm=max_norm, **how)
 
 
 def stowed(layout: str, transfer: Transfer) -> tuple[Any, Any]:
     model, how = made(), {"debug": not isinstance(transfer, Vacant), "max_norm": NORM}
-    where = {"weights": "travelling", **ALL[layout]}
+    where = {"weights": "travelling", **LAYOUTS[layout]}
     return model, sides.stowed(model, where, transfer=transfer, beside=True, **how)
 
 
@@ -261,28 +256,27 @@ def stowed(layout: str, transfer: Transfer) -> tuple[Any, Any]:
 def test_loops(loop: str, others: bool) -> None:
     """Every loop in every other layout, under the doubles in turn."""
     turn = list(LOOPS).index(loop)
-    for number, layout in enumerate(list(ALL)[(turn + others) % 2 :: 2]):
+    for number, layout in enumerate(list(LAYOUTS)[(turn + others) % 2 :: 2]):
         compare(LOOPS[loop], layout, TRANSFERS[(number + turn // 2) % 2])
 
 
 @pytest.mark.parametrize("kind", [Recomputes, LooksBack])
 def test_backward_needs_weights_again(kind: type[Net]) -> None:
     """For recomputation; and after the weight's own gradient was made and sent."""
-    for number, layout in enumerate(ALL):
+    for number, layout in enumerate(LAYOUTS):
         compare((plainly, evaluates)[number % 2], layout, TRANSFERS[number // 2 % 2], kind)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_in_backward(layout: str) -> None:
     for loop, transfer in zip((skips, leaves_out_quietly), TRANSFERS, strict=True):
         compare(loop, layout, transfer, max_norm=0.0)
 
 
 def test_layouts_are_what_they_are_for() -> None:
-    for layout in ALL:
+    for layout in LAYOUTS:
         _, optimizer = stowed(layout, Vacant())
-        special = rounded_to_fetch if layout in WITHOUT_COPIES else parks_in_copy
-        assert sum(special(bucket, optimizer.engine.layout) for bucket in optimizer.engine.layout.buckets) >= 4
+        assert sum(parks_in_copy(bucket, optimizer.engine.layout) for bucket in optimizer.engine.layout.buckets) >= 4
         optimizer.close()
 
 

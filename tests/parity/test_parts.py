@@ -64,7 +64,7 @@ def test_every_weight_and_buffer_arrives(tmp_path: Path) -> None:
     streamed = {"weights": "streamed"}
     configs = [
         make(LLAMA, 3, streamed | {"site": "host", "gather": "host"}),
-        make(LLAMA, 3, streamed | {"site": "streamed", "weight_copies": False}, bf16=True),
+        make(LLAMA, 3, streamed | {"site": "streamed"}, bf16=True),
         make(TIED_GPT2, 1, {"site": "streamed"}, bf16=True),
         make(None, 3, streamed, model=saved["llama"] | {"dtype": "bfloat16"}, bf16=True),
         make(None, 2, {"site": "host"}, model=saved["llama"]),

@@ -35,7 +35,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Layout], Layout]]] = {
     "gradients come back": ("float32", RESIDENT | {"site": "streamed", "park": "host", "visit_slots": 3}, few),
     "gradients are taken": ("float32", TRAVELLING | {"site": "host", "park": "host", "in_backward": True}, taken),
     "new weights are left": ("bfloat16", RESIDENT | {"site": "host", "park": "host", "in_backward": True}, taken),
-    "weights are rounded": ("bfloat16", TRAVELLING | {"site": "streamed", "copies": False, "prefetch": 3}, few),
 }
 
 

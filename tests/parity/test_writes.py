@@ -577,7 +577,7 @@ EDITS: dict[str, Script] = {
     "seen by others": after_steps(seen_by_others),
     "between backward and step": between_backward_and_step,
 }
-MASTERS = {"site": "streamed", "weights": "travelling", "park": "device", "copies": False, "prefetch": 1}
+MASTERS = {"site": "streamed", "weights": "travelling", "park": "device", "prefetch": 1}
 
 
 @pytest.mark.parametrize("idiom", EDITS)

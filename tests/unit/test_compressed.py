@@ -157,7 +157,6 @@ FEEDBACK = "powersgd"
             ("none", {"disk": None, "moments": "fp32"}, ""),
             ("int8", {}, "would keep what ranks owe on the device; take compress: none, bf16 or fp16"),
             ("none", {"moments": "bf16"}, "strategies.offload.moments = 'bf16': beside strategies.collectives.local"),
-            ("none", {"weight_copies": False}, "weight_copies = false: beside strategies.collectives.local_steps it"),
         )),
         ({"local_steps": 5}, {}, {}, "take compress: none, bf16, fp16, topk or int8"),
         ({"compress": "none", "outer_lr": 0.5}, {}, {}, "outer_lr = 0.5: is of local_steps"),

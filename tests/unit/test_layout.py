@@ -73,27 +73,6 @@ def test_a_gradient_that_waits_on_the_host_takes_the_place_of_the_copy(site: Sit
     assert on_host("float32", True, 1) == {"COPY": 4, "PARKED": 4, "MOMENTS": 8}
 
 
-@pytest.mark.parametrize("site", [Site.HOST, Site.STREAMED])
-def test_without_copies_the_host_has_masters_only(site: Site) -> None:
-    """12 bytes per element, or 14 if micro-batches are added there; all else is as it was."""
-
-    def on_host(accumulation: int, grad_tier: Tier, **changes: Any) -> dict[str, tuple[bool, int]]:
-        case = {"dtype": "bfloat16", "site": site, "resident_ticks": ((0, 1),), "grad_tier": grad_tier} | changes
-        found = needs(bucket("b", "layers.0", N, **case), layout(accumulation=accumulation, keeps_copies=False))
-        return {n.item.name: (n.passes, n.num_bytes // N) for n in found if n.tier is HOST and n.item is not Item.STEPS}
-
-    state = {"MASTER": (False, 4), "MOMENTS": (False, 8)}
-    waits = {"PARKED": (False, 2)} if site is Site.HOST else {}
-    assert on_host(2, DEVICE) == state | waits | {"COPY": (True, 2)}
-    assert on_host(2, HOST) == state | {"COPY": (True, 2), "PARKED": (False, 2), "ARRIVAL": (True, 2)}
-    taken = {"dtype": "float32", "grad_taken": True, "resident_ticks": ()}
-    assert site is not Site.HOST or on_host(1, HOST, **taken)["PARKED"] == (True, 4), "the update takes it from a slot"
-    assert on_host(1, HOST) == state | {"COPY": (False, 2)}, "the gradient needs the place"
-    assert on_host(2, DEVICE, resident_ticks=()) == state | ({"PARKED": (False, 2)} if site is Site.HOST else {})
-    assert on_host(2, DEVICE, dtype="float32", site=Site.STREAMED)["COPY"] == (False, 4), "it is the master"
-    assert on_host(1, DEVICE, site=Site.NONE, group=None) == {"COPY": (False, 2)}, "a frozen weight has no master"
-
-
 def test_counts_stand_where_the_update_is() -> None:
     for site, home in ((Site.DEVICE, DEVICE), (Site.STREAMED, DEVICE), (Site.HOST, HOST)):
         made = bucket("b", "layers.0", 10, 10, 10, site=site)

@@ -50,7 +50,7 @@ def test_what_was_expanded_is_compressed_to_what_it_was(kind: str, size: int) ->
             assert alike(one.get(), before), (scale, count)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16", "int8"])  # whose steps are known here
 def test_rounding_is_stochastic_and_without_bias(kind: str) -> None:
     """Of many roundings the mean is the number itself, but for a quarter of a unit at most where roots are rounded; to
     the nearest it would be off by half a step, each time.
@@ -204,7 +204,6 @@ def test_what_is_refused(words: str) -> None:
         ({}, {}, "goes with moments in bf16 or int8; write moments: int8 beside it"),
         ({"moments": "int8"}, {"precision": Precision.FP32}, "is for weights in bf16; write training.bf16: true"),
         ({"moments": "int8"}, {"adapters": True}, "adapters are trained in fp32"),
-        ({"moments": "int8", "weight_copies": False}, {}, "weight_copies: false has nothing to do"),
         ({"moments": "int8"}, {}, ""),
     ],
 )

@@ -175,8 +175,6 @@ def test_whether_drives_are_believed_is_in_the_plan(compared: bool) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(Refusal, match=r"weight_copies = false: in fp32 the copy on the host is the master itself"):
-        plan_of(transformer(), weight_copies=False)
     with pytest.raises(Refusal, match=r"reduction = 'fast': is about ranks that share the state; write strategies.zer"):
         plan_of(transformer(world_size=2), reduction="fast")
     disk: dict[str, Any] = {"disk": "/fast", "disk_memory": "1GiB"}
@@ -191,7 +189,6 @@ def test_refusals() -> None:
         ("gradients = 'passing': is for what the CPU updates", passing | {"site": "streamed"}, {}),
         ("gradients = 'passing': is for weights that are their own", passing, {"precision": Precision.BF16}),
         ("gradients = 'passing': is for one rank, and there are 2", passing, {"world_size": 2}),
-        ("disk = '/fast': has the masters", disk | {"weight_copies": False}, {"precision": Precision.BF16}),
     ):
         with pytest.raises(Refusal, match=words):
             plan_of(transformer(**run), **keys)

@@ -301,16 +301,14 @@ def fits(known: Facts, saved: int, device_bytes: int, host_bytes: int, **asked: 
 
 
 @settings(max_examples=30, deadline=None)
-@given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans(), st.booleans())
-def test_a_refusal_is_true_and_its_advice_is_enough(
-    known: Facts, device: int, host: int, knows_rates: bool, copies: bool
-) -> None:
+@given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans())
+def test_a_refusal_is_true_and_its_advice_is_enough(known: Facts, device: int, host: int, knows_rates: bool) -> None:
     """Nothing that the options leave open would have fitted, and what the message says to write does."""
     saved = sum(unit.saved_bytes for unit in known.units)
     machine = replace(known.machine, rates=ASSUMED if knows_rates else None)
     known = replace(known, machine=machine, run=replace(known.run, forward_flops=10**9))
     try:
-        made = choose(known, request(device, host, keeps_copies=copies), saved)
+        made = choose(known, request(device, host), saved)
     except Refusal as refused:
         text = str(refused)
     else:
@@ -318,25 +316,23 @@ def test_a_refusal_is_true_and_its_advice_is_enough(
         assert addresses.num_bytes(DEVICE) + saved <= device and addresses.num_bytes(HOST) <= host
         return
     for site in ("device", "host", "streamed"):
-        assert not fits(known, saved, device, host, site=site, keeps_copies=copies)
+        assert not fits(known, saved, device, host, site=site)
     block = block_bytes(known)
     for part in (1, 2, 3, 4, 6, 8) if block else ():
-        assert not fits(known, saved, device, host, bucket_bytes=-(-block // part), keeps_copies=copies)
+        assert not fits(known, saved, device, host, bucket_bytes=-(-block // part))
     enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
     if "host_memory = " in text.split(": ")[0]:
-        assert fits(known, saved, device, enough, keeps_copies=copies)
+        assert fits(known, saved, device, enough)
         if "or strategies.offload.gpu_memory: " in text:
-            assert fits(
-                known, saved, parse_bytes(text.split("gpu_memory: ")[1].split(",")[0]), host, keeps_copies=copies
-            )
+            assert fits(known, saved, parse_bytes(text.split("gpu_memory: ")[1].split(",")[0]), host)
     else:
         also = parse_bytes(text.split("host_memory: ")[1].split(" too")[0]) if "too small as well" in text else host
-        assert fits(known, saved, enough, also, keeps_copies=copies)
+        assert fits(known, saved, enough, also)
 
 
 def test_what_takes_the_least_of_both_sides_is_not_refused() -> None:
     known = transformer(60, dtype="bfloat16")
-    asked: dict[str, Any] = {"site": "host", "weights": "streamed", "keeps_copies": False, "shards": 4}
+    asked: dict[str, Any] = {"site": "host", "weights": "streamed", "shards": 4}
     least = every_budget(known, gradients="device", bucket_bytes=2 * 14 * 64 * 64, **asked)[-1]
     addresses = place(least)
     assert fits(known, 0, addresses.num_bytes(DEVICE), addresses.num_bytes(HOST), **asked)
@@ -366,7 +362,6 @@ options = st.fixed_dictionaries(
         "gradients": st.sampled_from(["auto", "auto", "device", "host"]),
         "bucket_bytes": st.none() | st.integers(1024, 40_000),
         "prefetch": st.none() | st.integers(0, 3),
-        "keeps_copies": st.booleans(),
         "shards": st.sampled_from([1, 1, 2, 3]),
         "splits_gradients": st.booleans(),
         "reduction": st.sampled_from(["exact", "fast"]),

@@ -370,33 +370,6 @@ def test_exchanges_by_way_of_the_host_use_the_links() -> None:
     assert simulate(replace(by_host, shared=replace(by_host.shared, dram=1.0)), ()).least["DRAM"] == 2 * 12 + 2 * 8
 
 
-def test_a_master_is_rounded_before_its_weight_comes_up() -> None:
-    """Weight 0, of 3 B, is wanted at 2 and needs 9 B of a memory that gives 4.5 B/s."""
-    rounded = with_update(two_blocks(), site=Site.STREAMED, seconds=0.0, grad_bytes=0, copy_slot=0)
-    rounded = replace(rounded, shared=Shared(dram=4.5))
-    found = simulate(rounded, [Eviction(rounded.gaps[0], 2)])
-    assert spans(found, CPU) == [("round 0", 2, 4)]
-    assert ("weight 0", 4, 7) in spans(found, UP)
-    assert not [label for label, *_ in spans(found, DOWN) if label.startswith("weight")]
-
-
-def test_masters_are_rounded_when_they_and_their_slot_are_there() -> None:
-    """A slow link brings states down; weights issued at the same tick pass through one slot."""
-    link = Link(0.0, 1.0, 0.25)
-    rounded = with_update(two_blocks(link=link), site=Site.STREAMED, seconds=0.0, grad_bytes=0, copy_slot=0)
-    rounded = replace(rounded, shared=Shared(dram=90.0))
-    turn, boundary = rounded.gaps
-    both = simulate(rounded, [Eviction(turn, 3), Eviction(boundary, 3)])
-    ((_, _, freed),) = (span for span in spans(both, UP) if span[0] == "weight 0")
-    assert [start for label, start, _ in spans(both, CPU) if label == "round 1"] == [freed]
-    visits = with_update(rounded, site=Site.STREAMED, seconds=0.0, grad_bytes=0, copy_slot=0, state_bytes=4)
-    found = simulate(visits, [Eviction(boundary, 4)])
-    ((_, low, high),) = spans(found, CPU)
-    assert high == pytest.approx(low + 15 / 90, abs=1e-3) and ("state 1", pytest.approx(low - 16), low) in spans(
-        found, DOWN
-    )
-
-
 def test_a_reload_waits_until_a_new_weight_at_its_addresses_is_down() -> None:
     """Weight 1 comes back to bytes of which weight 0, updated on the device, still goes down."""
     problem = with_update(two_blocks(link=Link(0, 8.0, 0.25)), site=Site.DEVICE, seconds=0.5)

@@ -9,8 +9,7 @@ the transitions, and read. Events are written by whoever records them. ``grads``
                 NOTHING -> HOST -> NOTHING                an update by the worker: ``submit``, ``settled_on_host``
     present     its home holds its weights, or UP is writing them: from ``claim`` until ``vacate``
     given_up    the host's copy is overwritten by the gradient, whose place it is (``parks_in_copy``): from
-                ``give_up_copy`` until the next update or ``restored``. Its weights are the rounded masters then. Always
-                if the copy is a slot through which weights of several buckets pass (``rounded_to_fetch``)
+                ``give_up_copy`` until the next update or ``restored``. Its weights are the rounded masters then.
     open        how many scopes that use it have been entered and not left
 
     replaced    how many updates and loads have begun to replace its weights: on all ranks alike
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core.formats import FORMATS, HOST_CHUNK
-from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.engine.buckets.gradient_state import GradientState
 from deepstow.strategies.engine.buckets.jobs import Job
@@ -113,14 +112,13 @@ class BucketState:
         self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident, sole=sole)
         self.grads = GradientState(spec.params)
         self.pieces = tuple(pieces_of(spec, rank))
-        self.copy_passes = rounded_to_fetch(spec, layout)  # the copy is a slot that fetches round masters into
         self.leads = leads(spec, layout)  # ticks ahead of its use that its weight may come, in forward and in backward
         self.sources: Sequence[Tensor] = ()  # of the whole weight, a span each; none: the others' come over the network
         self.overlapping: list[BucketState] = []  # buckets whose homes overlap this one's
         self.zeros_stay: frozenset[int] = frozenset()  # parameters that are pruned (``pruning.py``)
         self.replaced = 0
         self.present = False
-        self.given_up = self.copy_passes
+        self.given_up = False
         self.handed_out = HandedOut(spec.params)  # views of weights that others may hold, and write to
         self.open = 0
         self.pending = Pending.NOTHING
@@ -383,12 +381,12 @@ class BucketState:
 
     def write_back(self, *, stored: Event) -> None:
         """DOWN has been given the copies of what the update wrote, the host's copy among it if there is one."""
-        self.stored, self.given_up = stored, self.copy_passes
+        self.stored, self.given_up = stored, False
 
     def settled_on_host(self) -> None:
         """The worker has computed the update, and written the host's copy if the gradient was in its place."""
         self.pending, self.job, self.future = Pending.NOTHING, None, None
-        self.given_up = self.copy_passes
+        self.given_up = False
 
     def refuse_loans(self) -> None:
         """Raise RuntimeError if a parameter is on loan when an update is to begin."""

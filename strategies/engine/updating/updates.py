@@ -164,7 +164,7 @@ class Updates:
         if bucket.visit is not None:
             for place, target in zip(state, bucket.states(), strict=True):
                 transfer.copy(Stream.DOWN, target, place)
-        if bucket.copy is not None and not bucket.copy_passes:
+        if bucket.copy is not None:
             transfer.copy(Stream.DOWN, bucket.copy, weight)
         bucket.write_back(stored=transfer.record(Stream.DOWN))
         self._ranks.written(bucket, bucket.stored)
@@ -194,7 +194,7 @@ class Updates:
         for stretch in bucket.stretches():
             with stretch.at_hand(writes=True, behind=True):
                 self._apply_on_host(bucket, job, parked, stretch)
-                if bucket.spec.mixed and not bucket.copy_passes:
+                if bucket.spec.mixed:
                     assert bucket.new is not None
                     transfer.uses(Stream.HOST, writes=[bucket.new])
                     bucket.round_stretch(bucket.new, stretch)
