@@ -577,7 +577,6 @@ EDITS: dict[str, Script] = {
     "seen by others": after_steps(seen_by_others),
     "between backward and step": between_backward_and_step,
 }
-MASTERS = {"site": "streamed", "weights": "travelling", "park": "device", "prefetch": 1}
 
 
 @pytest.mark.parametrize("idiom", EDITS)
@@ -605,9 +604,8 @@ def stale(model: Any, optimizer: Any) -> None:
 
 def test_values_of_state_dicts_that_are_copies(tmp_path: Path) -> None:
     """They become the weights as long as somebody holds them."""
-    both_sides(low, after_steps(held), [MASTERS], transfer=Transfer)
+    both_sides(low, after_steps(held), [PLANS["host, travelling"]], transfer=Transfer)
     for make, script, plan in (
-        (low, after_steps(averaged), MASTERS),
         (low, between_backward_and_step, PLANS["host, travelling"]),
         *((net, after_steps(stale), PLANS[plan]) for plan in ("device", *OTHERS)),
     ):
