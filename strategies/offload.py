@@ -263,9 +263,6 @@ class Offload(Strategy):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
         yield Stow(unit=RUN, reason=reason, layout=layout)
 
-    def refuses_weight_copies(self) -> str:
-        return "strategies.offload places every byte of a weight, once"
-
     def budget(self, facts: Facts) -> int:
         return device_budget(facts.machine, self.gpu_memory)
 

@@ -158,7 +158,6 @@ class Pipeline(Strategy):
                 model_flops=run.model_flops or run.forward_flops,
             ),
             params=params,
-            linears=tuple(each for each in facts.linears if each.unit in here),
             cut=whole,
         )
 

@@ -121,9 +121,6 @@ class Recompute(Strategy):
 
         recompute(model, plan)
 
-    def repeats_products(self) -> bool:
-        return self.policy == "full" and self.every == 1
-
     def keeps_outputs(self) -> bool:
         return self.policy in ("selective", AUTO)
 

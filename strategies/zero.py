@@ -94,6 +94,3 @@ class Zero(Strategy):
         if self.stage == 3 and not deepspeed.builds_under_stage_3():
             what = f"under it Transformers {version('transformers')} gives some weights and rotary frequencies"
             raise Refusal("strategies.zero.stage", 3, f"{what} other values; install 5.23, or write stage 2")
-
-    def refuses_weight_copies(self) -> str:
-        return "strategies.zero.stage 3 gives weights back after each use" if self.stage == 3 else ""

@@ -15,7 +15,6 @@ from typing import Literal
 
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.grid import Cut, Grid
-from deepstow.strategies.core.linears import Linear, Timing
 
 
 class UnitKind(Enum):
@@ -369,9 +368,6 @@ class Facts:
     run: RunFacts
     machine: MachineFacts
     params: tuple[Param, ...] = ()
-    linears: tuple[Linear, ...] = ()  # listed where a strategy changes them, with what is known of their speed
-    timings: Mapping[str, Timing] = field(default_factory=dict)  # by shape
-    no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
     unit_times: UnitTimes | None = None  # measured by an earlier run or by ``launch/plan.py --measure``
     cut: Cut | None = None  # of the whole model, where the units are those of one stage
 

@@ -59,7 +59,6 @@ class Requirement(Enum):
     """Something that the trainer prepares only for strategies that declare it in ``requires``."""
 
     PARAMETERS = "the model's parameters, listed one by one"
-    LINEARS = "the model's linear layers, listed"
     BLOCK_TIMES = "measured times of the model's blocks, if there are any"
     COMPUTE_DTYPE = "weights in the dtype of compute instead of autocast"
     DEEPSPEED = "DeepSpeed's engine and its process group"
@@ -209,23 +208,9 @@ class Strategy(BaseModel, ABC):
     def check_installed(self) -> None:
         """Raise Refusal if the strategy does not work with the packages and folders that are here."""
 
-    def refuses_weight_copies(self) -> str:
-        """Why no strategy may keep second copies of weights; empty if they may."""
-        return ""
-
-    def repeats_products(self) -> bool:
-        """Whether backward repeats the matrix products of every block's forward."""
-        return False
-
     def keeps_outputs(self) -> bool:
         """Whether blocks that run again in backward may keep outputs of single operators from forward."""
         return False
-
-    def gemm_timing(self) -> tuple[float, str | None] | None:
-        """How many seconds matrix products of linear layers may be measured, and the file of results (None: the usual
-        one); None if the strategy does not use measurements.
-        """
-        return None
 
     def budget(self, facts: Facts) -> int | None:
         """Bytes of the device that the options allow on this machine; None: they do not say."""

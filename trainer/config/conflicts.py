@@ -344,8 +344,8 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
         if name in sections["strategies"]:
             for said, why in find(name).excludes.items():
                 key, _, value = said.partition(" = ")
-                section, field, *below = key.split(".")
-                given = sections[section][field]
+                section, *below = key.split(".")
+                given: Any = sections[section]
                 for part in below:
                     given = given.get(part) if isinstance(given, dict) else None
                 if given not in (*OFF, WRONG) and value in ("", given):

@@ -227,7 +227,7 @@ class Fit:
             if not row.given:
                 brief = {name: each.briefly() for name, each in config.strategies.items()}
                 config = config.model_copy(update={"strategies": brief})
-            plans = plans_of(config, ranks, self.machine, say=lambda line: None)
+            plans = plans_of(config, ranks, self.machine)
             plan = max(plans, key=lambda each: each.peak(Tier.DEVICE))  # of stages, that which needs most
         except TooLargeError as short:
             tier = Tier(short.tier)

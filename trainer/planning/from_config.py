@@ -19,7 +19,7 @@ from deepstow.strategies.core.protocol import MemoryRefusal, Refusal, Requiremen
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.trainer.errors import ConfigError, TooLargeError
-from deepstow.trainer.machine import block_timing, gemm_timing
+from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import peak_flops
 from deepstow.trainer.model import attention, build
 from deepstow.trainer.model.shrink import PER_LAYER
@@ -50,11 +50,8 @@ def plan_of(
     machine: Machine,
     *,
     resumes: bool = False,
-    tune: bool = False,
-    say: Callable[[str], None] = print,
 ) -> Plan:
-    """The plan of a run. With ``tune`` matrix products of linear layers are measured, if a strategy needs that and it
-    has not been done yet. On a single machine the block times are used that an earlier run in the same folder measured;
+    """The plan of a run. On a single machine the block times are used that an earlier run in the same folder measured;
     a run that ``resumes`` uses those that it started with.
 
     Raises:
@@ -66,8 +63,6 @@ def plan_of(
         known = narrowed(config, whole, ranks.rank)
     except Refusal as refused:
         raise _located(config, refused) from None
-    if known.linears:
-        known = gemm_timing.for_config(config, known, ranks, machine, tune=tune, say=say)
     if Requirement.BLOCK_TIMES in requirements_of(config.strategies) and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=block_timing.read(folder, known, "unit_times" if resumes else "measured"))

@@ -287,4 +287,4 @@ class Shares:
         ]
         params += [Param(f"{unit}: experts", unit, size, "float32", 0) for unit, size in experts.items()]
         run = replace(found.run, stages=1, tensor=1, model_params=0, model_flops=0)
-        return replace(found, run=run, params=tuple(params), linears=())
+        return replace(found, run=run, params=tuple(params))

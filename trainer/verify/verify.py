@@ -180,7 +180,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
 def run_on(prepared: Prepared, config: RunConfig, ranks: Ranks) -> order.Run:
     """A run on rows that are tokenised already."""
     machine = probe()
-    plan = plan_of(config, ranks, machine, tune=True)
+    plan = plan_of(config, ranks, machine)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
     return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form)
 
