@@ -18,7 +18,7 @@ from pydantic import Field
 from deepstow.strategies.core.applied import log_applied
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import Decision, Impl, Plan
-from deepstow.strategies.core.protocol import BITWISE, COMPILING, Idle, Parity, Phase, Removed, Strategy
+from deepstow.strategies.core.protocol import BITWISE, Idle, Parity, Phase, Removed, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,10 +34,6 @@ class Linear(Strategy):
     """
 
     phase = Phase.HOW
-    excludes = {
-        **dict.fromkeys(COMPILING, "strategies.linear already decides how matrix products are taken"),
-        "quantize.qat": "strategies.linear chooses products of layers that quantize.qat replaces",
-    }
     examples = ({"transpose": "flip"},)
     removed = {
         ("transpose", "minimal"): Removed("it made a step 7 to 22 % longer; write adaptive"),

@@ -203,13 +203,10 @@ class Offload(Strategy):
             return Parity(1e-3, _ORDER)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         if run.optim not in ELEMENTWISE:
             cure = f"strategies.offload updates element by element; write one of {', '.join(ELEMENTWISE)}"
             yield Refusal("training.optim", run.optim, cure)
-        if self._stage in (1, 2) and self.weights == "streamed":
-            kept = f"strategies.zero.stage {self._stage} keeps all weights on each device"
-            yield self._refusal("weights", f"{kept}; write auto, or stage 3")
         if self.update_in_backward is True and self._agrees(run):
             cure = "ranks that share the state, or the model, agree on a step first; write auto"
             yield self._refusal("update_in_backward", cure)
@@ -218,9 +215,7 @@ class Offload(Strategy):
         elif self.update_in_backward is True and run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             yield self._refusal("update_in_backward", cure)
-        if self.gather == "host" and not self._stage:
-            yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
-        yield from self._refuses_disk(run)
+        yield from self._refuses_disk()
         if self.frozen_weights and (said := refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
             yield self._refusal("frozen_weights", said)
         yield from self._refuses_moments(run)
@@ -228,9 +223,6 @@ class Offload(Strategy):
         if not self.weight_copies and run.precision is not Precision.BF16:
             cure = f"in {run.precision.value} the copy on the host is the master itself; leave it out"
             yield self._refusal("weight_copies", cure)
-        if self.reduction == "fast" and not self._stage:
-            cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
-            yield self._refusal("reduction", cure)
         if run.stages > 1 and run.tied:
             cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
             yield Refusal("strategies.pipeline.stages", run.stages, f"cannot go with strategies.offload: {cure}")
@@ -290,18 +282,13 @@ class Offload(Strategy):
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
             raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, tier=Tier.DEVICE, budget=size)
 
-    def _refuses_disk(self, run: RunFacts) -> Iterator[Refusal]:
+    def _refuses_disk(self) -> Iterator[Refusal]:
         if self.disk is None:
             if self.disk_memory is not None:
                 yield self._refusal("disk_memory", "of which disk? Write strategies.offload.disk: a folder, beside it")
             return
         if self.disk_memory is None:
             yield self._refusal("disk", "how much of it? Write strategies.offload.disk_memory: a size, beside it")
-        if self.site in ("device", "streamed") and not run.adapters:
-            is_for = "state that the CPU updates and a base of adapters"
-            yield self._refusal("disk", f"is for {is_for}, not site: {self.site}; write site: auto")
-        if not self.weight_copies:
-            yield self._refusal("disk", "has the masters that weight_copies: false rounds to fetch; leave that out")
 
     def in_fewer_bits(self) -> str:
         said = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
@@ -309,25 +296,11 @@ class Offload(Strategy):
 
     def _refuses_moments(self, run: RunFacts) -> Iterator[Refusal]:
         if self.moments == "fp32":
-            if self.masters != "fp32":
-                yield self._refusal("masters", "goes with moments in bf16 or int8; write moments: int8 beside it")
             return
-        if self.masters != "fp32" and run.precision is not Precision.BF16:
-            yield self._refusal("masters", "is for weights in bf16; write training.bf16: true, or leave it out")
-        if self.masters != "fp32" and run.adapters:
-            yield self._refusal("masters", "is for weights in bf16, and adapters are trained in fp32; leave it out")
-        if self.masters != "fp32" and not self.weight_copies:
-            yield self._refusal("masters", "are the weights on the host, so weight_copies: false has nothing to do")
         if OPTIMIZERS.get(run.optim, ("",))[0] != "AdamW":
             yield self._refusal("moments", f"is for AdamW's two, not for {run.optim}'s; leave it out")
         if run.world_size > 1:
             yield self._refusal("moments", f"is for one rank, and there are {run.world_size}; leave it out")
-        if run.precision is Precision.FP16:
-            yield self._refusal("moments", "is not for fp16, of which nobody has tried it; write training.bf16: true")
-        if self.disk is not None:
-            yield self._refusal("moments", "is for state in the host's memory, not on a disk; leave one of them out")
-        if self.site in ("device", "streamed"):
-            yield self._refusal("moments", f"is for what the CPU updates, not site: {self.site}; write site: host")
 
     def _refuses_passing(self, run: RunFacts) -> Iterator[Refusal]:
         on_device = ("device", "streamed")

@@ -13,7 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import product
 from typing import TYPE_CHECKING, Literal
@@ -45,7 +45,6 @@ class Zero(Strategy):
     to_fit = {"stage": 3}
     needs_ranks = True
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
-    excludes = {"model.quantization_config": "strategies.zero has not been compared with quantised weights"}
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})
 
     stage: Literal[0, 1, 2, 3] = Field(
@@ -60,18 +59,6 @@ class Zero(Strategy):
         if self.stage >= 1 and run.max_grad_norm > 0:
             return Parity(1e-4, _CLIPPING)
         return BITWISE
-
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        if self.stage and run.optim == "adagrad":  # DeepSpeed makes another one, with one group for all
-            cure = (
-                f"strategies.zero.stage {self.stage} would lose its parameter groups and with them weight decay; write "
-                f"adamw_torch_fused, or stage 0"
-            )
-            yield Refusal("training.optim", run.optim, cure)
-
-        if self.stage == 3 and run.compiled:
-            cure = "DeepSpeed fetches weights by hooks inside of blocks, which are compiled; write strategies.offload"
-            yield Refusal("training.torch_compile", True, f"{cure} beside it, or stage 2")
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         run, sizes = facts.run, element_bytes(facts.run, self.stage)

@@ -106,9 +106,6 @@ class Strategy(BaseModel, ABC):
     # Strategies that are not switched on for others where this one is: they do not go together, or it does their work.
     spares: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[frozenset[Requirement]] = frozenset()
-    # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason; or one
-    # value of a key, as "training.optim = sgd".
-    excludes: ClassVar[Mapping[str, str]] = {}
     # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
     to_fit: ClassVar[Mapping[str, Any] | None] = None
     # Changes of the config for it, each of which saves more and gives exactness up: tried where nothing else fits.
@@ -191,9 +188,9 @@ class Strategy(BaseModel, ABC):
         """How many blocks a model must have for it."""
         return 1
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterable[Refusal]:
-        """Options that cannot work in such a run or beside ``others``, whatever the model and the machine are. All of
-        them are reported together, before any data is read.
+    def refusals(self, run: RunFacts) -> Iterable[Refusal]:
+        """Options that cannot work in such a run, whatever the model and the machine are, and that no rule of
+        ``compatibility`` is about. All of them are reported together, before any data is read.
         """
         return ()
 
@@ -207,10 +204,6 @@ class Strategy(BaseModel, ABC):
 
     def check_installed(self) -> None:
         """Raise Refusal if the strategy does not work with the packages and folders that are here."""
-
-    def keeps_outputs(self) -> bool:
-        """Whether blocks that run again in backward may keep outputs of single operators from forward."""
-        return False
 
     def budget(self, facts: Facts) -> int | None:
         """Bytes of the device that the options allow on this machine; None: they do not say."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -24,7 +23,7 @@ from pydantic import ValidationError
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Phase
-from deepstow.strategies.core.registry import available, find
+from deepstow.strategies.core.registry import available, find, rules
 from deepstow.strategies.core.sizes import SHARE, human
 from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
@@ -274,9 +273,9 @@ def _plain(config: RunConfig) -> list[FitRow]:
     kept = {name: _of_machine(name, some) for name, some in given.items()}
     dropped = {*saving, *(name for name, strategy in config.strategies.items() if strategy.divides())}
     tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
-    for key in chain.from_iterable(find(name).excludes for name in saving):
-        section, name = key.split(".")
-        if section != "model" and tree[section].get(name):
+    alone = {f"strategies.{name}" for name in saving}
+    for section, name in (rule.key.split(".")[:2] for rule in rules(saving) if rule.beside in alone):
+        if section == "training" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
     model = dict(tree["model"])
     own = model.pop("lora", None)
