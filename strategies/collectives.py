@@ -31,7 +31,7 @@ from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
-from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Removed, Strategy
+from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Losses, Parity, Phase, Refusal, Removed, Strategy
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.compressed import bucket_bytes, reserves
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
@@ -108,7 +108,6 @@ class Collectives(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
     examples = ({"hierarchical": True}, {"slices": 2})
     removed = {
         ("compress", "onebit"): Removed(
@@ -178,6 +177,9 @@ class Collectives(Strategy):
             yield Refusal(f"strategies.collectives.{option}", self.written[option], "is of local_steps; leave it out")
         if self._lossy:
             yield from self._refuses_lossy(run)
+        if self.local_steps is not None and 0 < run.steps < self.local_steps:
+            cure = f"ranks would exchange nothing in training.max_steps = {run.steps}; lower it"
+            yield Refusal(LOCAL, self.local_steps, cure)
 
     def _refusal(self, cure: str) -> Refusal:
         """Of exchanging in phases, which the file need not say."""
@@ -207,18 +209,12 @@ class Collectives(Strategy):
             if holds:
                 yield Refusal(*self._what, cure)
 
-    def refuses_steps(self, steps: int) -> Iterator[Refusal]:
-        if self.local_steps is not None and steps < self.local_steps:
-            yield Refusal(
-                LOCAL, self.local_steps, f"ranks would exchange nothing in training.max_steps = {steps}; lower it"
-            )
-
     def _compression(self) -> Compression:
         plain = (self.compress, self.density, self.rank, self.start)
         return Compression(*plain, self.local_steps or 0, self.outer_lr, self.outer_momentum, self.momentum)
 
-    def of_these_ranks(self) -> str:
-        return f"as {self._compression().words}" if self._lossy else ""
+    def losses(self) -> Losses:
+        return Losses(f"as {self._compression().words}" if self._lossy else "")
 
     def refuses_machines(self, firsts: Sequence[int]) -> Iterator[Refusal]:
         counts = {first: firsts.count(first) for first in firsts}

@@ -15,7 +15,6 @@ What is refused, and why: docs/strategies/experts.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from deepstow.strategies.backends import deepspeed
-from deepstow.strategies.core.facts import Facts, Param, Precision, RunFacts
+from deepstow.strategies.core.facts import EXPERT, Facts, Param, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
 from deepstow.strategies.core.protocol import (
     Axis,
@@ -43,7 +42,6 @@ KEY = "strategies.experts.degree"
 # Architectures that train as without it (tests/parity/test_experts.py), by Hugging Face's model_type.
 MODELS = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of Hugging Face's configs
-EXPERT = re.compile(r"\.experts\.\w+$")  # weights of all experts of a layer, by name
 _SUMS = "an expert's products take the rows of all ranks at once, plain training those of one, and Adam enlarges that"
 _ROUNDING = "results of experts are rounded to 16 bits before they are added up"
 
@@ -56,7 +54,6 @@ class Experts(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
     requires = frozenset([Requirement.PARAMETERS])
     examples = ({"degree": 2, "slices": 2}, {"degree": 2})
 
@@ -72,9 +69,6 @@ class Experts(Strategy):
 
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.EXPERTS: self.degree}
-
-    def ways(self, name: str) -> int:
-        return self.degree if EXPERT.search(name) else 1
 
     def check_installed(self) -> None:
         """Older releases of Transformers scale losses otherwise."""
@@ -116,7 +110,7 @@ class Experts(Strategy):
         return replace(facts, units=tuple(units), params=params, run=run)
 
     def _mine(self, param: Param) -> Param:
-        return replace(param, num_elements=param.num_elements // self.ways(param.name))
+        return replace(param, num_elements=param.num_elements // (self.degree if EXPERT.search(param.name) else 1))
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         found = self._exchanges(facts)

@@ -16,10 +16,10 @@ clipping is on, and each weight is updated before it is next read; nothing is st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Field
 
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier
 from deepstow.strategies.core.formats import nothing_to_encode, refused_by
@@ -30,6 +30,8 @@ from deepstow.strategies.core.plan import RUN, Conflict, Decision, EngineSet, Pl
 from deepstow.strategies.core.protocol import (
     BITWISE,
     LOSSY,
+    FitOptions,
+    Losses,
     MemoryRefusal,
     Parity,
     Phase,
@@ -67,18 +69,20 @@ class Offload(Strategy):
     implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
     spares = ("zero",)
-    to_fit = {}
-    to_fit_inexactly = (
-        {"strategies": {"offload": {"moments": "bf16"}}},
-        {"strategies": {"offload": {"moments": "int8"}}},
-        {"strategies": {"offload": {"moments": "int8", "masters": "bf16"}}},
-        {
-            "strategies": {"offload": {"moments": "int8", "masters": "bf16", "gradients": "passing"}},
-            "training": {"max_grad_norm": 0.0},
-        },
-        {"strategies": {"offload": {"gradients": "passing"}}, "training": {"max_grad_norm": 0.0}},  # beside a disk
+    fit = FitOptions(
+        {},
+        inexactly=(
+            {"strategies": {"offload": {"moments": "bf16"}}},
+            {"strategies": {"offload": {"moments": "int8"}}},
+            {"strategies": {"offload": {"moments": "int8", "masters": "bf16"}}},
+            {
+                "strategies": {"offload": {"moments": "int8", "masters": "bf16", "gradients": "passing"}},
+                "training": {"max_grad_norm": 0.0},
+            },
+            {"strategies": {"offload": {"gradients": "passing"}}, "training": {"max_grad_norm": 0.0}},  # beside a disk
+        ),
+        kept=("disk", "disk_memory", "moments", "masters", "frozen_weights"),
     )
-    of_machine = ("disk", "disk_memory", "moments", "masters", "frozen_weights")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
         {"site": "device"},
@@ -178,24 +182,16 @@ class Offload(Strategy):
 
     removed = {("update_in_backward", "speculative"): Removed("it gained nothing that was measured; write auto")}
 
-    _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
-    _brief: bool = PrivateAttr(default=False)
-
-    def beside(self, others: Mapping[str, Strategy]) -> Strategy:
-        shared = self.model_copy()
-        shared._stage = others["zero"].model_dump()["stage"]
-        return shared
-
-    def briefly(self) -> Strategy:
-        brief = self.model_copy()
-        brief._brief = True
-        return brief
+    @property
+    def _stage(self) -> int:
+        """The stage of strategies.zero, if that is on."""
+        return self._others["zero"].model_dump()["stage"] if self._others else 0
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit in fp32 if one kernel updates everything and at most two ranks have gradients; bf16 rounds at
         other places than autocast.
         """
-        if said := self.in_fewer_bits():
+        if said := self.losses().bits:
             return Parity(LOSSY, f"not exact: {said}")
         if run.precision is Precision.BF16:
             return Parity(2e-2, _ROUNDING)
@@ -249,7 +245,7 @@ class Offload(Strategy):
         reason = "only the excess is offloaded, unless offloading more is faster"
         if on_disk := disk_bytes(layout):
             reason += f"; {human(on_disk)} rest on the disk ({', '.join(layout.disk)})"
-        if said := self.in_fewer_bits():
+        if said := self.losses().bits:
             reason += f"; not exact: {said}"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
@@ -290,9 +286,10 @@ class Offload(Strategy):
         if self.disk_memory is None:
             yield self._refusal("disk", "how much of it? Write strategies.offload.disk_memory: a size, beside it")
 
-    def in_fewer_bits(self) -> str:
+    def losses(self) -> Losses:
         said = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
-        return ", ".join(f"{what} in {bits}" for what, bits in said.items() if bits not in (None, "fp32"))
+        fewer = (f"{what} in {bits}" for what, bits in said.items() if bits not in (None, "fp32"))
+        return Losses(bits=", ".join(fewer))
 
     def _refuses_moments(self, run: RunFacts) -> Iterator[Refusal]:
         if self.moments == "fp32":

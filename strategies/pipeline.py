@@ -22,7 +22,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from deepstow.strategies.core.facts import Facts, Param, RunFacts, Unit
 from deepstow.strategies.core.optimizers import ELEMENTWISE
@@ -56,16 +56,14 @@ class Pipeline(Strategy):
         default=None, description="Blocks in each part; not set means that parts take equally long."
     )
 
-    _zero: int = PrivateAttr(default=0)  # stage of strategies.zero, where no other engine shares the state
-
     @property
     def order(self) -> Schedule:
         return Schedule(self.schedule)
 
-    def beside(self, others: Mapping[str, Strategy]) -> Strategy:
-        shared = self.model_copy()
-        shared._zero = others["zero"].model_dump()["stage"]
-        return shared
+    @property
+    def _zero(self) -> int:
+        """The stage of strategies.zero, where no other engine shares the state."""
+        return self._others["zero"].model_dump()["stage"] if self._others else 0
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit, unless head and embedding are tied, which is not known here."""

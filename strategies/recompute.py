@@ -25,7 +25,7 @@ from pydantic import Field
 
 from deepstow.strategies.core.facts import Facts, Rates, RunFacts, UnitKind
 from deepstow.strategies.core.plan import Decision, Plan, Tier
-from deepstow.strategies.core.protocol import Idle, Phase, Refusal, Strategy
+from deepstow.strategies.core.protocol import FitOptions, Idle, Phase, Refusal, Strategy
 from deepstow.strategies.planner.activation_policy import (
     AUTO,
     KeepOption,
@@ -59,7 +59,7 @@ class Recompute(Strategy):
     """
 
     phase = Phase.KEEP
-    to_fit = {"policy": AUTO}
+    fit = FitOptions({"policy": AUTO})
     examples = (
         {"policy": "full", "every": 2},
         {"policy": "selective"},

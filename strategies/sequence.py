@@ -21,7 +21,7 @@ from pydantic import Field
 
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
-from deepstow.strategies.core.protocol import Axis, Parity, Phase, Refusal, Strategy, compared_with
+from deepstow.strategies.core.protocol import Axis, FitOptions, Parity, Phase, Refusal, Strategy, compared_with
 from deepstow.strategies.planner.exchanges import slices_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ class Sequence(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
-    fits_rows_by = "degree"
+    fit = FitOptions(rows_by="degree")
     examples = ({"degree": 2},)
 
     degree: int = Field(ge=2, description="Ranks that each compute a slice of every row.")

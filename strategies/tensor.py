@@ -28,7 +28,7 @@ from deepstow.strategies.backends import autotp, deepspeed
 from deepstow.strategies.core.compatibility import Rule
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
-from deepstow.strategies.core.protocol import LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.core.protocol import LOSSY, Axis, Losses, Parity, Phase, Refusal, Requirement, Strategy
 from deepstow.strategies.planner import exchanged_rows
 from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
 from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
@@ -93,7 +93,6 @@ class Tensor(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
     implies = {"zero": {"stage": 1}}
     spares = ("cross_entropy",)
     requires = frozenset([Requirement.DEEPSPEED, Requirement.BLOCK_TIMES])  # and zero's, unless a pipeline has that
@@ -126,8 +125,8 @@ class Tensor(Strategy):
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
 
-    def of_these_ranks(self) -> str:
-        return "" if self.lossy is None else f"as {self.lossy.words}"
+    def losses(self) -> Losses:
+        return Losses("" if self.lossy is None else f"as {self.lossy.words}")
 
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree} | ({Axis.TOKENS: self.degree} if self.sequence_parallel else {})

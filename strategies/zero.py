@@ -23,7 +23,7 @@ from pydantic import Field
 from deepstow.strategies.backends import deepspeed
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
-from deepstow.strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.core.protocol import BITWISE, FitOptions, Parity, Phase, Refusal, Requirement, Strategy
 from deepstow.strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class Zero(Strategy):
     """
 
     phase = Phase.WHO
-    to_fit = {"stage": 3}
-    needs_ranks = True
+    fit = FitOptions({"stage": 3}, needs_ranks=True)
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})
 

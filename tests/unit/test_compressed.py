@@ -196,4 +196,5 @@ def test_fewer_steps_than_local_ones_are_refused(tmp_path: Path, monkeypatch: py
     text += "training: {output_dir: out, max_steps: 40}\nstrategies: {collectives: {local_steps: 50}}\n"
     (line,) = lines_of(text, [], 2, tmp_path, monkeypatch)
     assert line.startswith("x.yaml:4: strategies.collectives.local_steps = 50: ranks would exchange nothing in")
-    assert not list(Collectives(local_steps=50).refuses_steps(50))
+    enough = run_facts(world_size=2, steps=50)
+    assert not list(Collectives(local_steps=50).refusals(enough))

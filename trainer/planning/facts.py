@@ -172,6 +172,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         stowed=any(each.phase is Phase.WHERE for each in config.strategies.values()),
         in_slices=Axis.TOKENS in divided,
         adapters=config.model.lora is not None,
+        steps=max(0, training.max_steps),
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deepstow.strategies.backends.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
 from deepstow.strategies.core.plan import Conflict, Plan, Tier
-from deepstow.strategies.core.protocol import MemoryRefusal, Refusal, Requirement
+from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Requirement
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.trainer.errors import ConfigError, TooLargeError
@@ -104,8 +104,8 @@ def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> l
 
 def budget_of(config: RunConfig, plan: Plan) -> int:
     """Bytes of the device that the run may use, for what comes before training as well."""
-    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
-    return min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
+    allowed = (each.budget(plan.facts) for each in config.strategies.values() if isinstance(each, HasBudget))
+    return min([plan.facts.machine.device_bytes, *allowed])
 
 
 def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
@@ -150,8 +150,6 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             strategy.check_installed()
         except Refusal as refused:
             found.append(refused)
-        if config.training.max_steps > 0:
-            found += strategy.refuses_steps(config.training.max_steps)
     if installed:
         from deepstow.strategies.engine.memory import accelerator
 
@@ -255,7 +253,8 @@ def _why_unusable(folder: Path) -> str:
 
 def advice(config: RunConfig, plan: Plan) -> list[str]:
     """Lines for people: the changes of the config that would gain the most."""
-    found = [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]
+    placing = (each for each in config.strategies.values() if isinstance(each, HasBudget))
+    found = [line for each in placing for line in each.suggest(plan)]
     peak = peak_flops(plan.facts.machine.name)
     if config.training.bf16 and "fp16" in peak and "bf16" not in peak:
         faster = f"fp16's are up to {peak['fp16'] / peak['fp32']:.0f} times as fast"
