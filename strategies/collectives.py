@@ -94,7 +94,7 @@ RULES = (
     Rule(LOCAL, "strategies.zero", _OTHERWISE),
     *(
         Rule(f"strategies.offload.{option}", LOCAL, "it has not been compared")
-        for option in ("disk", "moments = bf16|int8", "masters = bf16", "weight_copies = False")
+        for option in ("disk", "moments != fp32", "masters != fp32", "weight_copies = False")
     ),
 )
 

@@ -22,8 +22,9 @@ CLAUSES = ("which ", "whose ", "beside which ")  # that a reason may be
 class Rule(NamedTuple):
     """``key`` is refused where it and all ``beside`` are on, and nothing of ``unless``.
 
-    A term is a dotted key, which is on unless its value is one of ``OFF``; or a key and values, as in ``a.b = c|d``,
-    which is on if it has one of them. ``why`` says something of ``beside``, or of ``key`` where nothing is beside it.
+    A term is a dotted key, which is on unless its value is one of ``OFF``; or a key and values, which is on if it has
+    one of them (``a.b = c|d``) or another one (``a.b != c``). ``why`` says something of ``beside``, or of ``key`` where
+    nothing is beside it.
     """
 
     key: str
@@ -48,14 +49,22 @@ class Rule(NamedTuple):
 
 
 def is_on(term: str, value_of: ValueOf) -> bool:
-    key, _, values = term.partition(" = ")
+    key, relation, values = parts_of(term)
     value = value_of(key)
-    return str(value) in values.split("|") if values else value not in OFF
+    if not relation or value is None:
+        return value not in OFF
+    return (str(value) in values) is (relation == "=")
+
+
+def parts_of(term: str) -> tuple[str, str, tuple[str, ...]]:
+    """The key of a term, and if it has values "=" or "!=", and these."""
+    key, *rest = term.split(" ")
+    return key, rest[0] if rest else "", tuple(rest[1].split("|")) if rest else ()
 
 
 def _shown(term: str, value_of: ValueOf) -> str:
-    key, _, values = term.partition(" = ")
-    return f"{key} = {str(value_of(key)).lower()}" if values else key
+    key, relation, _ = parts_of(term)
+    return f"{key} = {str(value_of(key)).lower()}" if relation else key
 
 
 def values_in(tree: Mapping[str, Any]) -> ValueOf:
@@ -79,7 +88,7 @@ def refusals(rules: Iterable[Rule], strategies: Mapping[str, Strategy], run: Run
     value_of = values_in({"strategies": options, "model": model, "training": training})
     for rule in rules:
         if rule.applies(value_of):
-            key = rule.key.partition(" = ")[0]
+            key, *_ = parts_of(rule.key)
             value = value_of(key)
             if key.startswith("strategies."):
                 _, name, option = key.split(".")
@@ -106,8 +115,8 @@ _ON_HOST = "strategies.recompute.activation_offloading = True"
 _DISK = "strategies.offload.disk"
 _ON_DEVICE = "strategies.offload.site = device|streamed"
 _NO_COPIES = "strategies.offload.weight_copies = False"
-_MASTERS = "strategies.offload.masters = bf16"
-_MOMENTS = "strategies.offload.moments = bf16|int8"
+_MASTERS = "strategies.offload.masters != fp32"
+_MOMENTS = "strategies.offload.moments != fp32"
 _DIFFERENT_ROWS = "training.train_sampling_strategy = batch_rebalance"
 _OTHER_KERNELS = "eager|flash_attention_2|flash_attention_3|flash_attention_4|flex_attention|sdpa_varlen"
 _NOT_COMPARED = "it was not compared with plain training"

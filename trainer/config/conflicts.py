@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepstow.strategies.core.compatibility import values_in
+from deepstow.strategies.core.compatibility import parts_of, values_in
 from deepstow.strategies.core.optimizers import options_of
 from deepstow.strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
 from deepstow.strategies.core.registry import available, find, rules
@@ -348,7 +348,7 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
 
     for rule in rules(name for name in available() if name in sections["strategies"]):
         if not rule.key.startswith("strategies.") and rule.applies(value_of):
-            yield rule.key.partition(" = ")[0], rule.words(value_of)
+            yield parts_of(rule.key)[0], rule.words(value_of)
     for name in available():
         if name in sections["strategies"]:
             if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from deepstow.strategies.core.compatibility import values_in
+from deepstow.strategies.core.compatibility import parts_of, values_in
 from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config.check import allowed, elsewhere, inner_model
 from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
@@ -128,13 +128,13 @@ def _terms(written: str, joint: str) -> str:
 
 def _term(term: str) -> str:
     """A term of a rule; an option that a strategy cannot be without is the strategy."""
-    key, _, values = term.partition(" = ")
+    key, relation, values = parts_of(term)
     section, name, *option = key.split(".")
     shown = key
     if section == "strategies":
         required = bool(option) and find(name).model_fields[option[0]].is_required()
         shown = name if not option or (required and not values) else f"{name}.{option[0]}"
-    return f"`{shown}`" + f" = {values.replace('|', ', ').lower()}" * bool(values)
+    return f"`{shown}`" + f" {relation} {', '.join(values).lower()}" * bool(values)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
