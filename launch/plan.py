@@ -257,10 +257,11 @@ def ranks_of(arguments: argparse.Namespace) -> Ranks:
 
 def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
     """Write the picture of the simulated step; without one, of the memory of a rank."""
+    from deepstow.strategies.core.protocol import HasBudget
     from deepstow.trainer.planning.picture import draw
 
-    given = (strategy.budget(plan.facts) for strategy in config.strategies.values())
-    budget = next((size for size in given if size is not None), None)
+    placing = (each for each in config.strategies.values() if isinstance(each, HasBudget))
+    budget = next((each.budget(plan.facts) for each in placing), None)
     name = config.model.name_or_path or str((config.model.config or {})["model_type"])
     try:
         draw(plan, cost, path, model=name, budget=budget)

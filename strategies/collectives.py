@@ -26,11 +26,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from deepstow.strategies.core.compatibility import Rule
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
-from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Removed, Strategy
+from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Losses, Parity, Phase, Refusal, Removed, Strategy
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.compressed import bucket_bytes, reserves
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
@@ -64,10 +65,38 @@ _OTHERS: Mapping[str, str] = {
     "sequence": "it has not been compared with rows whose parts are on several ranks",
     "experts": "their gradients are added up in groups of their own",
 }
-
-
-# Options of the memory engine, and what they have to be where ranks train alone.
-_NOT_COMPARED: Mapping[str, object] = {"disk": None, "moments": "fp32", "masters": "fp32"}
+_OTHERWISE, _ENGINE = "which exchanges otherwise", "strategies.offload"
+RULES = (
+    *(Rule(KEY, f"strategies.{name}", why) for name, why in _OTHERS.items()),
+    *(
+        Rule(
+            KEY,
+            f"strategies.zero.stage = {stages}",
+            "DeepSpeed's engine makes its exchanges itself",
+            "add strategies.offload, or leave strategies.zero out",
+            unless=_ENGINE,
+        )
+        for stages in ("1|2|3", "0 and training.bf16", "0 and training.fp16")
+    ),
+    Rule("strategies.offload.reduction = fast", KEY, "it adds in an order of its own", "leave reduction out"),
+    *(
+        Rule(key, f"strategies.{name}", _OTHERWISE, unless=LOCAL if key == COMPRESS else "")
+        for key in (COMPRESS, LOCAL)
+        for name in _OTHERS
+    ),
+    Rule(
+        COMPRESS,
+        "strategies.zero",
+        _OTHERWISE,
+        "leave one of the two out, or add strategies.offload",
+        f"{_ENGINE} or {LOCAL}",
+    ),
+    Rule(LOCAL, "strategies.zero", _OTHERWISE),
+    *(
+        Rule(f"strategies.offload.{option}", LOCAL, "it has not been compared")
+        for option in ("disk", "moments != fp32", "masters != fp32")
+    ),
+)
 
 
 class Collectives(Strategy):
@@ -79,7 +108,6 @@ class Collectives(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
     examples = ({"hierarchical": True}, {"slices": 2})
     removed = {
         ("compress", "onebit"): Removed(
@@ -140,7 +168,7 @@ class Collectives(Strategy):
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-3, _ORDER) if run.replicas > 2 else BITWISE
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         for option, methods in _OPTIONS.items():
             if option in self.written and self.compress not in methods:
                 value, what = self.written[option], f"is of {', '.join(methods)}, not of {self.compress}; leave it out"
@@ -148,20 +176,10 @@ class Collectives(Strategy):
         for option in sorted({"outer_lr", "outer_momentum"} & self.written.keys()) if self.local_steps is None else ():
             yield Refusal(f"strategies.collectives.{option}", self.written[option], "is of local_steps; leave it out")
         if self._lossy:
-            yield from self._refuses_lossy(run, others)
-        if not self._in_phases:
-            return
-        for name, why in _OTHERS.items():
-            if name in others:
-                yield self._refusal(f"cannot go with strategies.{name}: {why}; leave one of the two out")
-        stage = others["zero"].model_dump()["stage"] if "zero" in others else None
-        if stage is not None and "offload" not in others and (stage or run.precision is not Precision.FP32):
-            what = f"strategies.zero.stage {stage} in {run.precision.value}"
-            cure = "add strategies.offload, or leave strategies.zero out"
-            yield self._refusal(f"cannot go with {what}, whose exchanges DeepSpeed's engine makes itself; {cure}")
-        if "offload" in others and others["offload"].model_dump()["reduction"] == "fast":
-            cure = "strategies.collectives adds in an order of its own; leave reduction out"
-            yield Refusal("strategies.offload.reduction", "fast", cure)
+            yield from self._refuses_lossy(run)
+        if self.local_steps is not None and 0 < run.steps < self.local_steps:
+            cure = f"ranks would exchange nothing in training.max_steps = {run.steps}; lower it"
+            yield Refusal(LOCAL, self.local_steps, cure)
 
     def _refusal(self, cure: str) -> Refusal:
         """Of exchanging in phases, which the file need not say."""
@@ -169,26 +187,17 @@ class Collectives(Strategy):
             return Refusal(KEY, True, cure)
         return Refusal("strategies.collectives", self.written, cure)
 
-    def _refuses_lossy(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+    def _refuses_lossy(self, run: RunFacts) -> Iterator[Refusal]:
         alone, owes, in_fp16 = self.local_steps is not None, self._compression().owes, run.precision is Precision.FP16
         powersgd, begins = self.compress == "powersgd", "start" in self.written
-        engine = others["offload"].model_dump() if "offload" in others else {}
+        engine = run.stowed
         sixteen = run.precision is Precision.BF16 and not run.adapters
-        for name in (*(("zero",) if alone or not engine else ()), *_OTHERS):
-            if name in others:
-                more = ", or add strategies.offload" if name == "zero" and not alone else ""
-                cure = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out{more}"
-                yield Refusal(*self._what, cure)
         if self.momentum and (alone or run.optim != "sgd" or run.moments):
             cure = _NO_MOMENTUM if alone else _MOMENTUM
             yield Refusal("strategies.collectives.momentum", self.momentum, cure)
-        for key in _NOT_COMPARED if engine and alone else ():
-            if engine[key] != _NOT_COMPARED[key]:
-                cure = "beside strategies.collectives.local_steps it has not been compared; leave one of the two out"
-                yield Refusal(f"strategies.offload.{key}", engine[key], cure)
         for holds, cure in (
-            (bool(engine) and alone and owes, _OWES),
-            (bool(engine) and sixteen and not owes and not alone, _IN_ENGINE),
+            (engine and alone and owes, _OWES),
+            (engine and sixteen and not owes and not alone, _IN_ENGINE),
             (self.written.get("hierarchical") is True or "slices" in self.written, _RING),
             (run.trained_bytes != 4 and not engine, _BITS),
             (in_fp16 and (alone or owes), _SCALE),
@@ -200,18 +209,12 @@ class Collectives(Strategy):
             if holds:
                 yield Refusal(*self._what, cure)
 
-    def refuses_steps(self, steps: int) -> Iterator[Refusal]:
-        if self.local_steps is not None and steps < self.local_steps:
-            yield Refusal(
-                LOCAL, self.local_steps, f"ranks would exchange nothing in training.max_steps = {steps}; lower it"
-            )
-
     def _compression(self) -> Compression:
         plain = (self.compress, self.density, self.rank, self.start)
         return Compression(*plain, self.local_steps or 0, self.outer_lr, self.outer_momentum, self.momentum)
 
-    def of_these_ranks(self) -> str:
-        return f"as {self._compression().words}" if self._lossy else ""
+    def losses(self) -> Losses:
+        return Losses(f"as {self._compression().words}" if self._lossy else "")
 
     def refuses_machines(self, firsts: Sequence[int]) -> Iterator[Refusal]:
         counts = {first: firsts.count(first) for first in firsts}

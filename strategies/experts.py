@@ -15,7 +15,6 @@ What is refused, and why: docs/strategies/experts.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,10 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from deepstow.strategies.backends import deepspeed
-from deepstow.strategies.core.facts import Facts, Param, Precision, RunFacts
+from deepstow.strategies.core.facts import EXPERT, Facts, Param, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
 from deepstow.strategies.core.protocol import (
-    COMPILING,
     Axis,
     Parity,
     Phase,
@@ -44,15 +42,8 @@ KEY = "strategies.experts.degree"
 # Architectures that train as without it (tests/parity/test_experts.py), by Hugging Face's model_type.
 MODELS = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of Hugging Face's configs
-EXPERT = re.compile(r"\.experts\.\w+$")  # weights of all experts of a layer, by name
 _SUMS = "an expert's products take the rows of all ranks at once, plain training those of one, and Adam enlarges that"
 _ROUNDING = "results of experts are rounded to 16 bits before they are added up"
-_OTHERS: Mapping[str, str] = {
-    "tensor": "it has not been built to divide layers whose experts are divided; leave one of the two out",
-    "pipeline": "its stages are not wrapped by what averages gradients; leave one of the two out",
-    "offload": "its engine averages all gradients over all ranks; leave one of the two out",
-    "sequence": "it has not been built for rows whose parts are on several ranks; leave one of the two out",
-}
 
 
 class Experts(Strategy):
@@ -63,16 +54,7 @@ class Experts(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
     requires = frozenset([Requirement.PARAMETERS])
-    excludes = {
-        "training.fp16": "its loss scale would follow the experts of one rank; write training.bf16",
-        "model.quantization_config": "strategies.experts divides weights, and quantised ones have no parts",
-        "model.lora": "strategies.experts has not been built for adapters",
-        "training.use_liger_kernel": "it replaces the forward that strategies.experts replaces",
-        "training.sample_prompts": "ranks generate texts of different lengths, and experts are on all of them",
-        **dict.fromkeys(COMPILING, "strategies.experts exchanges inside layers, which are not compiled"),
-    }
     examples = ({"degree": 2, "slices": 2}, {"degree": 2})
 
     degree: int = Field(ge=2, description="Ranks that have all experts of a layer together.")
@@ -88,28 +70,15 @@ class Experts(Strategy):
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.EXPERTS: self.degree}
 
-    def ways(self, name: str) -> int:
-        return self.degree if EXPERT.search(name) else 1
-
     def check_installed(self) -> None:
         """Older releases of Transformers scale losses otherwise."""
         compared_with(KEY, self.degree, "transformers", (5, 23))
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         if run.world_size % self.degree:
             below = run.world_size // self.degree * self.degree
             fits = " or ".join(str(count) for count in (below, below + self.degree) if count)
             yield Refusal(KEY, self.degree, f"ranks must be a multiple of it: start {fits}, not {run.world_size}")
-        for name, why in _OTHERS.items():
-            if name in others:
-                yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}: {why}")
-        stage = getattr(others.get("zero"), "stage", 1)
-        if stage in (0, 3):
-            why = "cannot go with strategies.experts, which has been compared with stages 1 and 2; write one of them"
-            yield Refusal("strategies.zero.stage", stage, f"{why}, or leave strategies.zero out")
-        if run.optim == "adafactor":
-            cure = "its state is of whole rows and columns, which strategies.experts divides; write adamw_torch_fused"
-            yield Refusal("training.optim", run.optim, cure)
 
     def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
         kind, count = model.get("model_type"), next((n for key in COUNTS if isinstance(n := model.get(key), int)), 0)
@@ -141,7 +110,7 @@ class Experts(Strategy):
         return replace(facts, units=tuple(units), params=params, run=run)
 
     def _mine(self, param: Param) -> Param:
-        return replace(param, num_elements=param.num_elements // self.ways(param.name))
+        return replace(param, num_elements=param.num_elements // (self.degree if EXPERT.search(param.name) else 1))
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         found = self._exchanges(facts)

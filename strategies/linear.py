@@ -1,8 +1,8 @@
-"""Choose how the matrix products of linear layers are computed.
+"""Choose how the matrix products of linear layers read their operands: as torch does, or transposed.
 
-Each product reads an operand across its rows (``strategies/core/linears.py``), and some BLAS libraries are slower at
-that. Names, shapes and bytes of the model's state do not change. Refused: second copies of weights that are split or
-moved.
+A matrix that is stored row by row is read across its rows in one of its two products, and some BLAS libraries are
+slower at that. A route is another way to the same product (``strategies/engine/forward/routed_linear.py``). Names,
+shapes and bytes of the model's state do not change, and no weight has a second copy.
 
 Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
 by measurement; the formulation is ours.
@@ -11,45 +11,40 @@ by measurement; the formulation is ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from deepstow.strategies.core.applied import log_applied
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
-from deepstow.strategies.core.linears import ELEMENT_BYTES, NATIVE, Route, Routes
-from deepstow.strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from deepstow.strategies.core.protocol import BITWISE, COMPILING, Idle, Parity, Phase, Requirement, Strategy
-from deepstow.strategies.planner import gemm_routes
+from deepstow.strategies.core.plan import Decision, Impl, Plan
+from deepstow.strategies.core.protocol import BITWISE, Idle, Parity, Phase, Removed, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
+
+_EACH_START = Removed("every start measures for at most 20 s; leave it out")
 
 
 class Linear(Strategy):
     """Compute the matrix products of linear layers in the way that is fastest with this machine's BLAS library.
 
-    ``adaptive`` measures every shape once, before training starts, and keeps what is faster by at least 3 %; on many
-    machines that is nothing, and nothing is changed then. ``minimal`` measures nothing and transposes each weight once
-    per optimizer step instead of once per product. Both may keep a second copy of weights, which the plan shows.
+    ``adaptive`` measures each product of each shape once, before training starts, and keeps what is faster by more than
+    3 %; on many machines that is nothing, and nothing is changed then.
     """
 
     phase = Phase.HOW
-    requires = frozenset([Requirement.LINEARS])
-    excludes = dict.fromkeys(COMPILING, "strategies.linear already decides how matrix products are taken")
-    examples = ({"transpose": "minimal"},)
+    examples = ({"transpose": "flip"},)
+    removed = {
+        ("transpose", "minimal"): Removed("it made a step 7 to 22 % longer; write adaptive"),
+        ("budget_s", None): _EACH_START,
+        ("cache", None): _EACH_START,
+    }
 
-    transpose: Literal["native", "minimal", "adaptive"] = Field(
+    transpose: Literal["native", "flip", "left", "right", "adaptive"] = Field(
         default="adaptive",
-        description="native: as torch does; minimal: with the fewest transposed operands; adaptive: the fastest by "
-        "measurement.",
-    )
-    budget_s: Annotated[float, Field(gt=0)] = Field(
-        default=20.0, description="Seconds that adaptive may measure; shapes that it does not reach stay native."
-    )
-    cache: str | None = Field(
-        default=None,
-        description="File with the measurements of earlier runs; not set means ~/.cache/deepstow/linear.json.",
+        description="native: as torch does; flip: the transposed product, transposed back; left, right: that operand "
+        "is transposed in memory first; adaptive: for each product the fastest by measurement.",
     )
 
     def parity(self, run: RunFacts) -> Parity:
@@ -62,44 +57,19 @@ class Linear(Strategy):
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if self.transpose == "native":
             raise Idle("transpose: native leaves every layer as it is")
-        if not facts.linears:
-            raise Idle("the model has no linear layers that could be changed")
-        minimal, accumulation, copied = self.transpose == "minimal", facts.run.accumulation, 0
-        if minimal and facts.no_copies:
-            raise Idle(f"minimal keeps second copies of weights, and {facts.no_copies}")
-        changed: dict[str, list[tuple[str, Routes]]] = {}
-        for layer in facts.linears:
-            shape, routes = layer.shape, NATIVE
-            if minimal:
-                routes = gemm_routes.minimal(layer, accumulation)
-            elif timing := facts.timings.get(str(shape)):
-                routes = gemm_routes.fastest(layer, accumulation, timing, copies=not facts.no_copies)
-            if routes != NATIVE:
-                changed.setdefault(layer.unit, []).append((layer.name, routes))
-                copied += (Route.COPY in routes) * shape.inputs * shape.outputs * ELEMENT_BYTES[shape.dtype]
-        if not changed:
-            raise Idle(self._why_native(facts))
-        reason = "fewest transposed bytes" if minimal else "fastest, measured"
-        for unit, layers in changed.items():
-            yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=tuple(layers))
-        if copied:
-            yield Reserve(unit=RUN, reason="weights, turned", owner="linear: second weight copies", num_bytes=copied)
+        reason = "the fastest, measured at the start" if self.transpose == "adaptive" else "as the config says"
+        for unit in facts.units:
+            yield Impl(unit=unit.name, reason=reason, implementation=self.transpose)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        if chosen := gemm_routes.chosen(plan):
-            from deepstow.strategies.engine.forward.routed_linear import route
+        if self.transpose == "native":
+            return
+        from deepstow.strategies.engine.forward import fastest_routes, routed_linear
 
-            route(model, chosen)
-            log_applied("linear", ((path, str(routes)) for path, routes in chosen.items()))
-
-    def gemm_timing(self) -> tuple[float, str | None] | None:
-        return (self.budget_s, self.cache) if self.transpose == "adaptive" else None
-
-    def _why_native(self, facts: Facts) -> str:
-        if self.transpose == "minimal":
-            return "no copy would be read more often than written; accumulation, recomputing or freezing change that"
-        shapes = len(gemm_routes.shapes_of(facts))
-        if missing := shapes - len(facts.timings):
-            others = "the others are fastest as they are"
-            return f"{missing} of {shapes} shapes are not measured yet, {others}; training measures first"
-        return f"all {shapes} shapes are fastest as they are (measured)"
+        layers = routed_linear.layers_of(model)
+        if self.transpose == "adaptive":
+            chosen = fastest_routes.measured(layers, plan.facts.run)
+        else:
+            chosen = dict.fromkeys(layers, routed_linear.Routes(*[self.transpose] * 3))
+        routed_linear.route(model, chosen)
+        log_applied("linear", ((path, str(routes)) for path, routes in chosen.items()))

@@ -16,10 +16,10 @@ clipping is on, and each weight is updated before it is next read; nothing is st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Field
 
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier
 from deepstow.strategies.core.formats import nothing_to_encode, refused_by
@@ -30,6 +30,8 @@ from deepstow.strategies.core.plan import RUN, Conflict, Decision, EngineSet, Pl
 from deepstow.strategies.core.protocol import (
     BITWISE,
     LOSSY,
+    FitOptions,
+    Losses,
     MemoryRefusal,
     Parity,
     Phase,
@@ -67,18 +69,20 @@ class Offload(Strategy):
     implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
     spares = ("zero",)
-    to_fit = {}
-    to_fit_inexactly = (
-        {"strategies": {"offload": {"moments": "bf16"}}},
-        {"strategies": {"offload": {"moments": "int8"}}},
-        {"strategies": {"offload": {"moments": "int8", "masters": "bf16"}}},
-        {
-            "strategies": {"offload": {"moments": "int8", "masters": "bf16", "gradients": "passing"}},
-            "training": {"max_grad_norm": 0.0},
-        },
-        {"strategies": {"offload": {"gradients": "passing"}}, "training": {"max_grad_norm": 0.0}},  # beside a disk
+    fit = FitOptions(
+        {},
+        inexactly=(
+            {"strategies": {"offload": {"moments": "bf16"}}},
+            {"strategies": {"offload": {"moments": "int8"}}},
+            {"strategies": {"offload": {"moments": "int8", "masters": "bf16"}}},
+            {
+                "strategies": {"offload": {"moments": "int8", "masters": "bf16", "gradients": "passing"}},
+                "training": {"max_grad_norm": 0.0},
+            },
+            {"strategies": {"offload": {"gradients": "passing"}}, "training": {"max_grad_norm": 0.0}},  # beside a disk
+        ),
+        kept=("disk", "disk_memory", "moments", "masters", "frozen_weights"),
     )
-    of_machine = ("disk", "disk_memory", "moments", "masters", "frozen_weights")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
         {"site": "device"},
@@ -175,24 +179,16 @@ class Offload(Strategy):
         ("weight_copies", None): Removed("weights that travel have their copy on the host; leave it out"),
     }
 
-    _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
-    _brief: bool = PrivateAttr(default=False)
-
-    def beside(self, others: Mapping[str, Strategy]) -> Strategy:
-        shared = self.model_copy()
-        shared._stage = others["zero"].model_dump()["stage"]
-        return shared
-
-    def briefly(self) -> Strategy:
-        brief = self.model_copy()
-        brief._brief = True
-        return brief
+    @property
+    def _stage(self) -> int:
+        """The stage of strategies.zero, if that is on."""
+        return self._others["zero"].model_dump()["stage"] if self._others else 0
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit in fp32 if one kernel updates everything and at most two ranks have gradients; bf16 rounds at
         other places than autocast.
         """
-        if said := self.in_fewer_bits():
+        if said := self.losses().bits:
             return Parity(LOSSY, f"not exact: {said}")
         if run.precision is Precision.BF16:
             return Parity(2e-2, _ROUNDING)
@@ -200,13 +196,10 @@ class Offload(Strategy):
             return Parity(1e-3, _ORDER)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         if run.optim not in ELEMENTWISE:
             cure = f"strategies.offload updates element by element; write one of {', '.join(ELEMENTWISE)}"
             yield Refusal("training.optim", run.optim, cure)
-        if self._stage in (1, 2) and self.weights == "streamed":
-            kept = f"strategies.zero.stage {self._stage} keeps all weights on each device"
-            yield self._refusal("weights", f"{kept}; write auto, or stage 3")
         if self.update_in_backward is True and self._agrees(run):
             cure = "ranks that share the state, or the model, agree on a step first; write auto"
             yield self._refusal("update_in_backward", cure)
@@ -215,16 +208,11 @@ class Offload(Strategy):
         elif self.update_in_backward is True and run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             yield self._refusal("update_in_backward", cure)
-        if self.gather == "host" and not self._stage:
-            yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
-        yield from self._refuses_disk(run)
+        yield from self._refuses_disk()
         if self.frozen_weights and (said := refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
             yield self._refusal("frozen_weights", said)
         yield from self._refuses_moments(run)
         yield from self._refuses_passing(run) if self.gradients == "passing" else ()
-        if self.reduction == "fast" and not self._stage:
-            cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
-            yield self._refusal("reduction", cure)
         if run.stages > 1 and run.tied:
             cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
             yield Refusal("strategies.pipeline.stages", run.stages, f"cannot go with strategies.offload: {cure}")
@@ -251,14 +239,11 @@ class Offload(Strategy):
         reason = "only the excess is offloaded, unless offloading more is faster"
         if on_disk := disk_bytes(layout):
             reason += f"; {human(on_disk)} rest on the disk ({', '.join(layout.disk)})"
-        if said := self.in_fewer_bits():
+        if said := self.losses().bits:
             reason += f"; not exact: {said}"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
         yield Stow(unit=RUN, reason=reason, layout=layout)
-
-    def refuses_weight_copies(self) -> str:
-        return "strategies.offload places every byte of a weight, once"
 
     def budget(self, facts: Facts) -> int:
         return device_budget(facts.machine, self.gpu_memory)
@@ -287,40 +272,26 @@ class Offload(Strategy):
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
             raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, tier=Tier.DEVICE, budget=size)
 
-    def _refuses_disk(self, run: RunFacts) -> Iterator[Refusal]:
+    def _refuses_disk(self) -> Iterator[Refusal]:
         if self.disk is None:
             if self.disk_memory is not None:
                 yield self._refusal("disk_memory", "of which disk? Write strategies.offload.disk: a folder, beside it")
             return
         if self.disk_memory is None:
             yield self._refusal("disk", "how much of it? Write strategies.offload.disk_memory: a size, beside it")
-        if self.site in ("device", "streamed") and not run.adapters:
-            is_for = "state that the CPU updates and a base of adapters"
-            yield self._refusal("disk", f"is for {is_for}, not site: {self.site}; write site: auto")
 
-    def in_fewer_bits(self) -> str:
+    def losses(self) -> Losses:
         said = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
-        return ", ".join(f"{what} in {bits}" for what, bits in said.items() if bits not in (None, "fp32"))
+        fewer = (f"{what} in {bits}" for what, bits in said.items() if bits not in (None, "fp32"))
+        return Losses(bits=", ".join(fewer))
 
     def _refuses_moments(self, run: RunFacts) -> Iterator[Refusal]:
         if self.moments == "fp32":
-            if self.masters != "fp32":
-                yield self._refusal("masters", "goes with moments in bf16 or int8; write moments: int8 beside it")
             return
-        if self.masters != "fp32" and run.precision is not Precision.BF16:
-            yield self._refusal("masters", "is for weights in bf16; write training.bf16: true, or leave it out")
-        if self.masters != "fp32" and run.adapters:
-            yield self._refusal("masters", "is for weights in bf16, and adapters are trained in fp32; leave it out")
         if OPTIMIZERS.get(run.optim, ("",))[0] != "AdamW":
             yield self._refusal("moments", f"is for AdamW's two, not for {run.optim}'s; leave it out")
         if run.world_size > 1:
             yield self._refusal("moments", f"is for one rank, and there are {run.world_size}; leave it out")
-        if run.precision is Precision.FP16:
-            yield self._refusal("moments", "is not for fp16, of which nobody has tried it; write training.bf16: true")
-        if self.disk is not None:
-            yield self._refusal("moments", "is for state in the host's memory, not on a disk; leave one of them out")
-        if self.site in ("device", "streamed"):
-            yield self._refusal("moments", f"is for what the CPU updates, not site: {self.site}; write site: host")
 
     def _refuses_passing(self, run: RunFacts) -> Iterator[Refusal]:
         on_device = ("device", "streamed")

@@ -22,12 +22,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
-from deepstow.strategies.core.facts import Facts, Param, Precision, RunFacts, Unit
+from deepstow.strategies.core.facts import Facts, Param, RunFacts, Unit
 from deepstow.strategies.core.optimizers import ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Kind, Plan, Reserve, Share, When
-from deepstow.strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy, is_older
+from deepstow.strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy, is_older
 from deepstow.strategies.planner.cuts import DEPTHS, Schedule, complaint, cut, work
 from deepstow.strategies.planner.pipeline_bytes import message_bytes, received_bytes
 
@@ -46,18 +46,6 @@ class Pipeline(Strategy):
     phase = Phase.WHO
     takes_over = ("zero",)
     requires = frozenset([Requirement.PARAMETERS])
-    excludes = {
-        "model.quantization_config": "strategies.pipeline cuts a model whose weights are all trained",
-        "model.attention_mask": "strategies.pipeline has not been compared with one",
-        "model.lora": "strategies.pipeline cuts the model's own forward, and adapters wrap it",
-        "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
-        **dict.fromkeys(COMPILING, "strategies.pipeline changes what stands in the model while it runs"),
-        "training.use_liger_kernel": "strategies.pipeline has not been compared with Liger's kernels",
-        "training.neftune_noise_alpha": "strategies.pipeline has no embedding in most stages to add noise to",
-        "training.compute_metrics": "the last stage of strategies.pipeline sends losses of tokens, and no logits",
-        "training.sample_prompts": "strategies.pipeline cuts the model into stages, which cannot generate",
-        "training.include_num_input_tokens_seen": "strategies.pipeline gives every stage the same tokens",
-    }
     examples = ({"stages": 2}, {"stages": 2, "schedule": "gpipe"})
 
     stages: int = Field(ge=2, description="Ranks that one copy of the model is cut over.")
@@ -68,16 +56,14 @@ class Pipeline(Strategy):
         default=None, description="Blocks in each part; not set means that parts take equally long."
     )
 
-    _zero: int = PrivateAttr(default=0)  # stage of strategies.zero, where no other engine shares the state
-
     @property
     def order(self) -> Schedule:
         return Schedule(self.schedule)
 
-    def beside(self, others: Mapping[str, Strategy]) -> Strategy:
-        shared = self.model_copy()
-        shared._zero = others["zero"].model_dump()["stage"]
-        return shared
+    @property
+    def _zero(self) -> int:
+        """The stage of strategies.zero, where no other engine shares the state."""
+        return self._others["zero"].model_dump()["stage"] if self._others else 0
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit, unless head and embedding are tied, which is not known here."""
@@ -89,25 +75,12 @@ class Pipeline(Strategy):
     def least_blocks(self) -> int:
         return sum(self.blocks) if self.blocks else self.stages * self.order.parts_per_stage
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        zero, offload = others.get("zero"), "offload" in others
-        if zero is not None and zero.model_dump()["stage"] > 1:
-            cure = "leave zero out, or write stage 1: copies of a stage share the optimizer's state"
-            yield Refusal("strategies.zero", zero.written, f"cannot go with {KEY}; {cure}")
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         if self._zero == 1 and (run.optim not in ELEMENTWISE or run.optim == "adagrad"):
             fits = (
                 "cannot be divided among the copies of a stage; write adamw_torch_fused, or leave strategies.zero out"
             )
             yield Refusal("training.optim", run.optim, f"its state {fits}")
-        if offload and self.order.parts_per_stage > 1:
-            cure = "gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe"
-            yield Refusal(f"{KEY}.schedule", self.schedule, f"cannot go with strategies.offload: it {cure}")
-        keeping = [name for name, each in others.items() if each.keeps_outputs()] if self.order.splits_backward else []
-        for name in keeping:
-            why = f"{self.schedule} passes through a block twice in backward, and torch gives what was kept to one pass"
-            yield Refusal(f"strategies.{name}", others[name].written, f"{why}; write policy: full, or schedule: 1f1b")
-        if run.precision is Precision.FP16:
-            yield Refusal("training.fp16", True, f"cannot go with {KEY}, which scales no loss; write training.bf16")
         count, key = run.accumulation, "training.gradient_accumulation_steps"
         least, rounds = self.order.least_micro_batches(self.stages), count // self.stages
         if count < least:
@@ -158,7 +131,6 @@ class Pipeline(Strategy):
                 model_flops=run.model_flops or run.forward_flops,
             ),
             params=params,
-            linears=tuple(each for each in facts.linears if each.unit in here),
             cut=whole,
         )
 

@@ -18,14 +18,14 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from deepstow.strategies.core.facts import Facts, Rates, RunFacts, UnitKind
 from deepstow.strategies.core.plan import Decision, Plan, Tier
-from deepstow.strategies.core.protocol import Idle, Phase, Refusal, Strategy
+from deepstow.strategies.core.protocol import FitOptions, Idle, Phase, Refusal, Strategy
 from deepstow.strategies.planner.activation_policy import (
     AUTO,
     KeepOption,
@@ -59,11 +59,7 @@ class Recompute(Strategy):
     """
 
     phase = Phase.KEEP
-    to_fit = {"policy": AUTO}
-    excludes = dict.fromkeys(
-        ("training.gradient_checkpointing", "training.activation_checkpointing"),
-        "strategies.recompute already decides what is kept",
-    )
+    fit = FitOptions({"policy": AUTO})
     examples = (
         {"policy": "full", "every": 2},
         {"policy": "selective"},
@@ -82,20 +78,9 @@ class Recompute(Strategy):
         "where the link is simulated to have room.",
     )
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        if self.policy == "selective" and run.compiled:
-            cure = "operators inside of compiled blocks cannot be kept one by one; write full or auto"
-            yield Refusal(f"{KEY}.policy", self.policy, cure)
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         if self.policy == AUTO and self.every > 1:
             yield Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
-        if self.activation_offloading is True and self.policy in ("none", AUTO):
-            cure = (
-                "it weighs that itself; write auto" if self.policy == AUTO else "it keeps all; write selective or full"
-            )
-            yield Refusal(f"{KEY}.activation_offloading", True, f"policy is {self.policy}: {cure}")
-        elif self.activation_offloading is True and run.stages > 1:
-            cure = "the host has room for one micro-batch, and stages of a pipeline have several; leave it out"
-            yield Refusal(f"{KEY}.activation_offloading", True, cure)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if self.policy == "none":
@@ -120,12 +105,6 @@ class Recompute(Strategy):
         from deepstow.strategies.engine.forward.checkpointing import recompute
 
         recompute(model, plan)
-
-    def repeats_products(self) -> bool:
-        return self.policy == "full" and self.every == 1
-
-    def keeps_outputs(self) -> bool:
-        return self.policy in ("selective", AUTO)
 
     def _may_host(self, facts: Facts) -> bool:
         """Stages of a pipeline have several micro-batches under way, and the host's room is for one."""

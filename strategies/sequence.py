@@ -21,7 +21,7 @@ from pydantic import Field
 
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
-from deepstow.strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Strategy, compared_with
+from deepstow.strategies.core.protocol import Axis, FitOptions, Parity, Phase, Refusal, Strategy, compared_with
 from deepstow.strategies.planner.exchanges import slices_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _LENGTHENING = ("dynamic", "longrope")  # rotary frequencies that follow from th
 _SUMS = "gradients are sums over the slices of a row in another order, and Adam enlarges what differs"
 _ROUNDING = "the slices of a row are rounded to 16 bits where plain training rounds their sum"
 _RING = "torch's ring attention, which could use more, runs on no CPU and was not compared"
-_NOT_BESIDE = ("tensor", "pipeline")
-_KERNEL = "strategies.sequence computes attention by torch's scaled_dot_product_attention; leave it out, or write sdpa"
 
 
 class Sequence(Strategy):
@@ -48,32 +46,7 @@ class Sequence(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
-    fits_rows_by = "degree"
-    excludes = {
-        "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one row different rows",
-        "training.compute_metrics": "strategies.sequence gives each rank the logits of a slice of every row",
-        "training.fp16": "gradients of slices are larger, so other steps would be skipped; write training.bf16",
-        "training.label_smoothing_factor": "strategies.sequence sums the loss of the model itself over the slices",
-        "training.neftune_noise_alpha": "its noise depends on the length of a row, of which a rank has a slice",
-        "training.use_liger_kernel": "strategies.sequence has not been compared with Liger's kernels",
-        "training.include_num_input_tokens_seen": "strategies.sequence gives ranks of a row the same tokens",
-        "model.attention_mask": "strategies.sequence attends by itself, over ranks",
-        "model.lora.lora_dropout": "ranks of a row draw the same numbers and would drop the same places of each slice",
-        "model.trust_remote_code": "strategies.sequence replaces attention where a model asks Transformers for it",
-        **{
-            f"model.attn_implementation = {name}": _KERNEL
-            for name in (
-                "eager",
-                "flash_attention_2",
-                "flash_attention_3",
-                "flash_attention_4",
-                "flex_attention",
-                "sdpa_varlen",
-            )
-        },
-        **dict.fromkeys(COMPILING, "strategies.sequence exchanges inside every attention, which is not compiled"),
-    }
+    fit = FitOptions(rows_by="degree")
     examples = ({"degree": 2},)
 
     degree: int = Field(ge=2, description="Ranks that each compute a slice of every row.")
@@ -89,11 +62,6 @@ class Sequence(Strategy):
     def check_installed(self) -> None:
         """Older releases of Transformers scale losses otherwise."""
         compared_with(KEY, self.degree, "transformers", (5, 23))
-
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        for name in _NOT_BESIDE:
-            if name in others:
-                yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}, which is not built; leave one out")
 
     def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
         for why in _complaints(model, self.degree):

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepstow.strategies.backends import autotp, deepspeed
+from deepstow.strategies.core.compatibility import Rule
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
-from deepstow.strategies.core.protocol import COMPILING, LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.core.protocol import LOSSY, Axis, Losses, Parity, Phase, Refusal, Requirement, Strategy
 from deepstow.strategies.planner import exchanged_rows
 from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
 from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
@@ -38,20 +39,31 @@ if TYPE_CHECKING:
 KEY = "strategies.tensor.degree"
 SLICES = Axis.TOKENS.value
 CHUNKS, EXCHANGE = "strategies.tensor.chunks", "strategies.tensor.exchange"
+_RUN_AGAIN = "blocks that run again were not compared with plain training"
 _SUMS = "ranks sum the parts of a product in another order than one rank does, and Adam enlarges what differs"
 _ROUNDING = "DeepSpeed computes with weights and gradients rounded to 16 bits; plain training autocasts fp32 weights"
-_OTHERS: Mapping[str, str] = {
-    "linear": "it replaces products of whole layers; leave strategies.linear out",
-    "cross_entropy": "it multiplies by the whole head; leave strategies.cross_entropy out",
-}
-_NOT_CHUNKED: Mapping[str, str] = {
-    "pipeline": "its stages run blocks one by one",
-    "recompute": "blocks that run again were not compared with plain training",
-}
-_OPTIMIZERS: Mapping[str, str] = {
-    "adafactor": "its state is of whole rows and columns, which strategies.tensor divides",
-    "adagrad": "it makes its state before strategies.tensor divides the weights",
-}
+# Beside chunks of rows, and beside lossy sums of them.
+RULES = (
+    Rule(CHUNKS, "strategies.offload", "it was not compared with plain training"),
+    Rule(CHUNKS, "strategies.pipeline", "its stages run blocks one by one"),
+    Rule(CHUNKS, "strategies.recompute.policy", _RUN_AGAIN),
+    Rule(CHUNKS, "training.gradient_checkpointing", _RUN_AGAIN),
+    Rule(CHUNKS, SLICES, "which divides tokens"),
+    Rule(CHUNKS, "model.lora", "adapters were not compared with plain training", "leave it out"),
+    *(
+        Rule(EXCHANGE, key, "beside which it was not built")
+        for key in (
+            "strategies.pipeline",
+            "strategies.offload",
+            "strategies.recompute.policy",
+            "training.gradient_checkpointing",
+            SLICES,
+            CHUNKS,
+            "model.lora",
+            "training.fp16",
+        )
+    ),
+)
 
 
 class RowExchange(BaseModel):
@@ -81,19 +93,9 @@ class Tensor(Strategy):
     """
 
     phase = Phase.WHO
-    needs_ranks = True
     implies = {"zero": {"stage": 1}}
     spares = ("cross_entropy",)
     requires = frozenset([Requirement.DEEPSPEED, Requirement.BLOCK_TIMES])  # and zero's, unless a pipeline has that
-    excludes = {
-        "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
-        "model.quantization_config": "strategies.tensor divides weights, and quantised ones have no parts",
-        "model.attention_mask": "strategies.tensor has not been compared with one",
-        "model.lora.lora_dropout": "ranks draw the same numbers and would drop the same places of each part",
-        "model.lora.use_dora": "the norms of its weights are over rows and columns that strategies.tensor divides",
-        "model.lora.modules_to_save": "strategies.tensor divides layers by their names, and those get others",
-        **dict.fromkeys(COMPILING, "strategies.tensor exchanges inside every layer, which is not compiled"),
-    }
     examples = ({"degree": 2}, {"degree": 2, "sequence_parallel": True})
 
     degree: int = Field(ge=2, description="Ranks that hold one copy of the model together.")
@@ -123,96 +125,24 @@ class Tensor(Strategy):
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
 
-    def of_these_ranks(self) -> str:
-        return "" if self.lossy is None else f"as {self.lossy.words}"
+    def losses(self) -> Losses:
+        return Losses("" if self.lossy is None else f"as {self.lossy.words}")
 
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree} | ({Axis.TOKENS: self.degree} if self.sequence_parallel else {})
 
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        for name, why in _OTHERS.items():
-            if name in others:
-                yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}: {why}")
-        if "offload" in others:
-            yield from self._refuses_offload(run, others)
-        stage = None if "pipeline" in others else getattr(others.get("zero"), "stage", None)
-        if stage == 3:
-            yield Refusal(
-                "strategies.zero.stage", 3, "cannot go with strategies.tensor, which divides weights; write 2"
-            )
-        if stage == 0 and run.precision is not Precision.FP32 and "offload" not in others:
-            cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
-            yield Refusal("strategies.zero.stage", 0, cure)
-        if self.sequence_parallel and run.adapters:
-            yield Refusal(SLICES, True, "was not compared with plain training of adapters; leave it or model.lora out")
-        if "pipeline" in others and self.sequence_parallel:
-            cure = "cannot go with strategies.pipeline, whose stages send each other whole hidden states; leave one out"
-            yield Refusal(SLICES, True, cure)
-        if self.chunks is not None:
-            yield from self._refuses_chunks(run, others)
-        if self.lossy is not None:
-            yield from self._refuses_exchange(run, others)
-        if self.exchange is not None and self.exchange.bits == 16 and "codec" in self.exchange.model_fields_set:
-            cure = "numbers of exchange.bits = 16 are sent as they are; write bits: 8 or bits: 4, or leave codec out"
-            yield Refusal(f"{EXCHANGE}.codec", self.exchange.codec, cure)
-        if run.optim in _OPTIMIZERS:
-            yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
-
-    def _refuses_offload(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        apart = "was not compared with plain training beside strategies.offload"
-        if "pipeline" in others:
-            cure = "cannot go with strategies.pipeline and strategies.offload together; leave one of the three out"
-            yield Refusal(KEY, self.degree, cure)
-        if run.adapters or run.precision is Precision.FP16:
-            cure = "model.lora" if run.adapters else "training.fp16"
-            yield Refusal(KEY, self.degree, f"{apart} and {cure}; leave one of the three out")
-        if others["offload"].model_dump()["disk"] is not None:
-            yield Refusal(
-                KEY, self.degree, "its parts on a disk were not compared beside strategies.offload; leave disk out"
-            )
-        if run.head_words % self.degree:  # the plan of one rank is that of all ranks of a copy
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
+        if run.stowed and run.head_words % self.degree:  # the plan of one rank is that of all ranks of a copy
             cure = "must divide the words of the head beside strategies.offload, whose ranks have parts of one size"
             yield Refusal(KEY, self.degree, f"{cure}; write another vocab_size, or leave one of the two out")
-        if self.sequence_parallel:
-            yield Refusal(SLICES, True, f"{apart}; leave one of the two out")
-        if self.chunks is not None:
-            yield Refusal(CHUNKS, self.chunks, f"{apart}; leave one of the two out")
-
-    def _refuses_chunks(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         rows = run.micro_batch
-        for name, why in _NOT_CHUNKED.items():
-            if name in others and others[name].model_dump().get("policy") != "none":
-                yield Refusal(CHUNKS, self.chunks, f"cannot go with strategies.{name}: {why}; leave one of the two out")
-        if run.recomputes:
-            cure = (
-                f"cannot go with training.gradient_checkpointing: {_NOT_CHUNKED['recompute']}; leave one of the two out"
-            )
-            yield Refusal(CHUNKS, self.chunks, cure)
-        if self.sequence_parallel:
-            cure = "cannot go with strategies.tensor.sequence_parallel, which divides tokens; leave one of the two out"
-            yield Refusal(CHUNKS, self.chunks, cure)
-        if run.adapters:
-            yield Refusal(CHUNKS, self.chunks, "was not compared with plain training of adapters; leave it out")
         if isinstance(self.chunks, int) and rows % self.chunks:
             fits = autotp.listed([str(each) for each in range(1, rows + 1) if not rows % each])
             cure = f"must divide the rows of a micro-batch, training.per_device_train_batch_size = {rows}; write {fits}"
             yield Refusal(CHUNKS, self.chunks, cure)
-
-    def _refuses_exchange(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        recomputes = "recompute" in others and others["recompute"].model_dump().get("policy") != "none"
-        beside = {
-            "strategies.pipeline": "pipeline" in others,
-            "strategies.offload": "offload" in others,
-            "strategies.recompute": recomputes,
-            "training.gradient_checkpointing": run.recomputes,
-            SLICES: self.sequence_parallel,
-            CHUNKS: self.chunks is not None,
-            "model.lora": run.adapters,
-            "training.fp16": run.precision is Precision.FP16,
-        }
-        for key in (key for key, found in beside.items() if found):
-            cure = f"cannot go with {key}, beside which it was not built; leave one of the two out"
-            yield Refusal(EXCHANGE, self.written["exchange"], cure)
+        if self.exchange is not None and self.exchange.bits == 16 and "codec" in self.exchange.model_fields_set:
+            cure = "numbers of exchange.bits = 16 are sent as they are; write bits: 8 or bits: 4, or leave codec out"
+            yield Refusal(f"{EXCHANGE}.codec", self.exchange.codec, cure)
 
     def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
         for why in autotp.complaints(model, self.degree):

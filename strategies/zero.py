@@ -13,7 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import product
 from typing import TYPE_CHECKING, Literal
@@ -23,7 +23,7 @@ from pydantic import Field
 from deepstow.strategies.backends import deepspeed
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
-from deepstow.strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.core.protocol import BITWISE, FitOptions, Parity, Phase, Refusal, Requirement, Strategy
 from deepstow.strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
 
 if TYPE_CHECKING:
@@ -42,10 +42,8 @@ class Zero(Strategy):
     """
 
     phase = Phase.WHO
-    to_fit = {"stage": 3}
-    needs_ranks = True
+    fit = FitOptions({"stage": 3}, needs_ranks=True)
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
-    excludes = {"model.quantization_config": "strategies.zero has not been compared with quantised weights"}
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})
 
     stage: Literal[0, 1, 2, 3] = Field(
@@ -60,18 +58,6 @@ class Zero(Strategy):
         if self.stage >= 1 and run.max_grad_norm > 0:
             return Parity(1e-4, _CLIPPING)
         return BITWISE
-
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        if self.stage and run.optim == "adagrad":  # DeepSpeed makes another one, with one group for all
-            cure = (
-                f"strategies.zero.stage {self.stage} would lose its parameter groups and with them weight decay; write "
-                f"adamw_torch_fused, or stage 0"
-            )
-            yield Refusal("training.optim", run.optim, cure)
-
-        if self.stage == 3 and run.compiled:
-            cure = "DeepSpeed fetches weights by hooks inside of blocks, which are compiled; write strategies.offload"
-            yield Refusal("training.torch_compile", True, f"{cure} beside it, or stage 2")
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         run, sizes = facts.run, element_bytes(facts.run, self.stage)
@@ -94,6 +80,3 @@ class Zero(Strategy):
         if self.stage == 3 and not deepspeed.builds_under_stage_3():
             what = f"under it Transformers {version('transformers')} gives some weights and rotary frequencies"
             raise Refusal("strategies.zero.stage", 3, f"{what} other values; install 5.23, or write stage 2")
-
-    def refuses_weight_copies(self) -> str:
-        return "strategies.zero.stage 3 gives weights back after each use" if self.stage == 3 else ""

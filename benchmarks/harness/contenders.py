@@ -226,40 +226,22 @@ class Recomputed(Plain):
 
 
 class Routed(Plain):
-    """``strategies.linear``; for ``adaptive`` the products are measured first, and the record has their seconds."""
+    """``strategies.linear``; for ``adaptive`` the products are measured first."""
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device, *, transpose: str) -> None:
         from deepstow.strategies.core.compose import compose
         from deepstow.strategies.core.registry import find
-        from deepstow.strategies.planner import gemm_routes
-        from deepstow.strategies.report import full_report
-        from deepstow.trainer.machine.gemm_timing import measure
-        from deepstow.trainer.model.counting import Counter
+        from deepstow.strategies.engine.forward.routed_linear import Routed as RoutedLayer
         from deepstow.trainer.planning.plan_for import plan_for
 
         strategy = find("linear").model_validate({"transpose": transpose})
+        norm, batch = work.max_grad_norm, (work.rows, work.length)
+        facts = plan_for(model, batch=batch, accumulation=work.accumulation, max_grad_norm=norm).facts
         model.to(device)
-        norm, ids = work.max_grad_norm, torch.zeros(work.rows, work.length, dtype=torch.long, device=device)
-        facts = plan_for(
-            model, batch=(work.rows, work.length), accumulation=work.accumulation, max_grad_norm=norm
-        ).facts
-        with Counter(model) as counter:
-            model(input_ids=ids, labels=ids)
-        facts = replace(facts, linears=tuple(counter.linears().values()))
-        if asked := strategy.gemm_timing():
-            facts = replace(facts, timings=measure(gemm_routes.shapes_of(facts), device.type, asked[0], print))
-        plan = compose({"linear": strategy}, facts)
-        print(full_report.text(plan, None), flush=True)
-        strategy.apply(model, plan)
+        strategy.apply(model, compose({"linear": strategy}, facts))
         super().__init__(work, model, device)
-        routes = {path: str(routes) for path, routes in gemm_routes.chosen(plan).items()}
-        self.settings = {**self.settings, "routes": routes, "timings": facts.timings}
-
-    def update(self) -> None:
-        from deepstow.strategies.engine.forward.routed_linear import weights_changed
-
-        super().update()
-        weights_changed(self.model)  # fused AdamW counts no versions
+        routed = {path: layer for path, layer in model.named_modules() if isinstance(layer, RoutedLayer)}
+        self.settings = {**self.settings, "routes": {path: str(layer._routes) for path, layer in routed.items()}}
 
 
 class HuggingFace(Plain):

@@ -159,7 +159,7 @@ RECOMPUTE: tuple[Contender, ...] = (
 LINEAR: tuple[Contender, ...] = (
     Contender(PLAIN, "contenders:Plain"),
     Contender("plain-again", "contenders:Plain"),  # how far two equal ones lie apart
-    Contender("ours-minimal", "contenders:Routed", {"transpose": "minimal"}),
+    Contender("ours-flip", "contenders:Routed", {"transpose": "flip"}),
     Contender("ours-adaptive", "contenders:Routed", {"transpose": "adaptive"}),
 )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from deepstow.strategies.core import compatibility
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.grid import grid_of
 from deepstow.strategies.core.plan import (
@@ -30,7 +31,7 @@ from deepstow.strategies.core.plan import (
     When,
 )
 from deepstow.strategies.core.protocol import Axis, Idle, Phase, Refusal, Requirement, Strategy
-from deepstow.strategies.core.registry import find
+from deepstow.strategies.core.registry import find, rules
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
     Phase.HOW: (Impl, Reserve),
@@ -87,8 +88,9 @@ def refusals(strategies: Mapping[str, Strategy], run: RunFacts) -> Iterator[Refu
     except ValueError as error:
         axis = max(degrees(strategies), key=lambda axis: degrees(strategies)[axis])
         yield Refusal(axis.value, degrees(strategies)[axis], str(error))
+    yield from compatibility.refusals(rules(strategies), strategies, run)
     for strategy in in_order(strategies).values():
-        yield from strategy.refusals(run, strategies)
+        yield from strategy.refusals(run)
 
 
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:

@@ -7,6 +7,7 @@ fake-tensor copy of the model. ``params`` are listed only where a strategy place
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -15,7 +16,6 @@ from typing import Literal
 
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.grid import Cut, Grid
-from deepstow.strategies.core.linears import Linear, Timing
 
 
 class UnitKind(Enum):
@@ -213,6 +213,7 @@ class RunFacts(ModelNumbers):
     alike: int = 1  # ranks that have the same of these
     two_level: int = 0  # slices of exchanges in phases inside and across machines; 0: ranks exchange in one ring
     compression: Compression | None = None  # of gradients between ranks
+    steps: int = 0  # of the optimizer, as the config says; 0: it says epochs
     pruned: int = 0  # elements of the parameters whose zeros stay
     largest_pruned: int = 0  # of the largest of them
 
@@ -319,6 +320,7 @@ class Rates:
         return self.update_bf16_params_per_s if precision is Precision.BF16 else self.update_fp32_params_per_s
 
 
+EXPERT = re.compile(r"\.experts\.\w+$")  # weights of all experts of a layer, by name
 IN_ORDER = ("x86_64", "AMD64")  # processors that keep the order of writes, by ``platform.machine``
 
 
@@ -369,9 +371,6 @@ class Facts:
     run: RunFacts
     machine: MachineFacts
     params: tuple[Param, ...] = ()
-    linears: tuple[Linear, ...] = ()  # listed where a strategy changes them, with what is known of their speed
-    timings: Mapping[str, Timing] = field(default_factory=dict)  # by shape
-    no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
     unit_times: UnitTimes | None = None  # measured by an earlier run or by ``launch/plan.py --measure``
     cut: Cut | None = None  # of the whole model, where the units are those of one stage
 

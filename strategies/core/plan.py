@@ -22,7 +22,6 @@ from typing import ClassVar, TypeAlias, TypeVar
 from deepstow.strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from deepstow.strategies.core.facts import Tier as Tier  # part of the vocabulary of plans
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Addresses, Layout
-from deepstow.strategies.core.linears import Routes
 from deepstow.strategies.core.peak import Saved, host_room, passes_peak
 
 BASELINE = "baseline"
@@ -68,10 +67,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Impl(Decision):
-    """HOW: the implementation that computes the unit. ``routes`` are those of its linear layers, by path."""
+    """HOW: the implementation that computes the unit."""
 
     implementation: str
-    routes: tuple[tuple[str, Routes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from enum import Enum
 from functools import cache
 from importlib.metadata import version
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +59,6 @@ class Requirement(Enum):
     """Something that the trainer prepares only for strategies that declare it in ``requires``."""
 
     PARAMETERS = "the model's parameters, listed one by one"
-    LINEARS = "the model's linear layers, listed"
     BLOCK_TIMES = "measured times of the model's blocks, if there are any"
     COMPUTE_DTYPE = "weights in the dtype of compute instead of autocast"
     DEEPSPEED = "DeepSpeed's engine and its process group"
@@ -95,6 +94,25 @@ class Removed(NamedTuple):
     state: str = ""  # why no run goes on from a checkpoint that was saved with it; empty: one goes on without
 
 
+class Losses(NamedTuple):
+    """How a strategy's training state differs from that of plain training; empty: it does not."""
+
+    exchange: str = ""  # how ranks exchange lossily, from which no other way or number of ranks goes on
+    bits: str = ""  # what has fewer bits
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """With which options ``launch/plan.py --fit`` tries a strategy."""
+
+    options: Mapping[str, Any] | None = None  # with which training fits into less memory; None: it does not
+    # Changes of the config for it, each of which saves more and gives exactness up: tried where nothing else fits.
+    inexactly: tuple[Mapping[str, Any], ...] = ()
+    kept: tuple[str, ...] = ()  # options that say what the machine has or what is given up: they stay as written
+    rows_by: str = ""  # the option that takes how many ranks of a machine share rows, where nothing else fits
+    needs_ranks: bool = False  # it saves memory on several ranks only
+
+
 class Strategy(BaseModel, ABC):
     """Base of every strategy. Fields are the options; the class docstring is the user's manual."""
 
@@ -107,22 +125,14 @@ class Strategy(BaseModel, ABC):
     # Strategies that are not switched on for others where this one is: they do not go together, or it does their work.
     spares: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[frozenset[Requirement]] = frozenset()
-    # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason; or one
-    # value of a key, as "training.optim = sgd".
-    excludes: ClassVar[Mapping[str, str]] = {}
-    # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
-    to_fit: ClassVar[Mapping[str, Any] | None] = None
-    # Changes of the config for it, each of which saves more and gives exactness up: tried where nothing else fits.
-    to_fit_inexactly: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    # Options that say what the machine has or what is given up, which `launch/plan.py --fit` keeps as they are written.
-    of_machine: ClassVar[tuple[str, ...]] = ()
-    # The option that takes how many ranks of a machine share rows, for `launch/plan.py --fit` where nothing else fits.
-    fits_rows_by: ClassVar[str] = ""
-    # Strategies whose questions this one answers itself, where both are on; see ``beside``.
+    fit: ClassVar[FitOptions | None] = None  # what ``launch/plan.py --fit`` may do with it; None: nothing
+    # Strategies whose questions this one answers itself, where both are on; then they are in ``_others``.
     takes_over: ClassVar[tuple[str, ...]] = ()
-    needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only
     # Options that earlier versions had, by option and value; None: whatever the value.
     removed: ClassVar[Mapping[tuple[str, str | None], Removed]] = {}
+
+    _others: Mapping[str, Strategy] = PrivateAttr(default_factory=dict)
+    _brief: bool = PrivateAttr(default=False)
 
     @classmethod
     def removed_of(cls, option: str, value: object) -> Removed | None:
@@ -157,49 +167,33 @@ class Strategy(BaseModel, ABC):
 
     def beside(self, others: Mapping[str, Strategy]) -> Strategy:
         """This strategy as it decides instead of ``others``, which it takes over."""
-        return self
+        changed = self.model_copy()
+        changed._others = others
+        return changed
 
     def briefly(self) -> Strategy:
         """This strategy as it decides for comparisons: sooner, and its step may be some per cent slower."""
-        return self
+        changed = self.model_copy()
+        changed._brief = True
+        return changed
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Change the model as the plan says, before an engine gets it; but not names, order or number of parameters,
         buffers and modules, which the caller checks.
         """
 
-    def of_these_ranks(self) -> str:
-        """How ranks exchange lossily, so that no other way or number of ranks goes on from it; empty: exactly."""
-        return ""
-
-    def refuses_steps(self, steps: int) -> Iterable[Refusal]:
-        """Options that cannot work in so many optimizer steps, of a run whose config says how many."""
-        return ()
-
-    def in_fewer_bits(self) -> str:
-        """What it keeps in fewer bits than plain training, so that the result is another one; empty: nothing."""
-        return ""
+    def losses(self) -> Losses:
+        """What is lost of the training state, so that other options do not go on from it."""
+        return Losses()
 
     def divides(self) -> Mapping[Axis, int]:
         """Over how many ranks it divides the model along each axis."""
         return {}
 
-    def ways(self, name: str) -> int:
-        """Over how many neighbouring ranks it divides rows of the parameter ``name``, which is loaded in parts so."""
-        return 1
-
-    def least_blocks(self) -> int:
-        """How many blocks a model must have for it."""
-        return 1
-
-    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterable[Refusal]:
-        """Options that cannot work in such a run or beside ``others``, whatever the model and the machine are. All of
-        them are reported together, before any data is read.
+    def refusals(self, run: RunFacts) -> Iterable[Refusal]:
+        """Options that cannot work in such a run, whatever the model and the machine are, and that no rule of
+        ``compatibility`` is about. All of them are reported together, before any data is read.
         """
-        return ()
-
-    def refuses_machines(self, firsts: Sequence[int]) -> Iterable[Refusal]:
-        """Why it cannot work on these machines, of several: for each rank the first one of its machine."""
         return ()
 
     def refuses_model(self, model: Mapping[str, Any]) -> Iterable[Refusal]:
@@ -209,31 +203,36 @@ class Strategy(BaseModel, ABC):
     def check_installed(self) -> None:
         """Raise Refusal if the strategy does not work with the packages and folders that are here."""
 
-    def refuses_weight_copies(self) -> str:
-        """Why no strategy may keep second copies of weights; empty if they may."""
-        return ""
 
-    def repeats_products(self) -> bool:
-        """Whether backward repeats the matrix products of every block's forward."""
-        return False
+@runtime_checkable
+class CutsBlocks(Protocol):
+    """A strategy that divides the blocks of a model."""
 
-    def keeps_outputs(self) -> bool:
-        """Whether blocks that run again in backward may keep outputs of single operators from forward."""
-        return False
+    def least_blocks(self) -> int:
+        """How many blocks a model must have for it."""
+        ...
 
-    def gemm_timing(self) -> tuple[float, str | None] | None:
-        """How many seconds matrix products of linear layers may be measured, and the file of results (None: the usual
-        one); None if the strategy does not use measurements.
-        """
-        return None
 
-    def budget(self, facts: Facts) -> int | None:
-        """Bytes of the device that the options allow on this machine; None: they do not say."""
-        return None
+@runtime_checkable
+class KnowsMachines(Protocol):
+    """A strategy for which it matters on which machines ranks are."""
+
+    def refuses_machines(self, firsts: Sequence[int]) -> Iterable[Refusal]:
+        """Why it cannot work on these machines, of several: for each rank the first one of its machine."""
+        ...
+
+
+@runtime_checkable
+class HasBudget(Protocol):
+    """A strategy that places bytes within a budget."""
+
+    def budget(self, facts: Facts) -> int:
+        """Bytes of the device that the options allow on this machine."""
+        ...
 
     def suggest(self, plan: Plan) -> Sequence[str]:
         """Lines for people: changes of the config that would make a step faster, the best first."""
-        return ()
+        ...
 
 
 class Refusal(ValueError):

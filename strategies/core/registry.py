@@ -5,9 +5,11 @@ Only the files that a config names are imported.
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from deepstow.strategies.core.compatibility import RULES, Rule
 from deepstow.strategies.core.protocol import Strategy
 
 FOLDER = Path(__file__).resolve().parent.parent
@@ -31,3 +33,9 @@ def find(name: str) -> type[Strategy]:
     ]
     assert len(classes) == 1, f"strategies/{name}.py must define exactly one Strategy, found {len(classes)}"
     return classes[0]
+
+
+def rules(names: Iterable[str]) -> tuple[Rule, ...]:
+    """The table of compatibility, with the rows of plug-ins among these strategies: ``RULES`` in their files."""
+    modules = (importlib.import_module(f"deepstow.strategies.{name}") for name in names if name in available())
+    return (*RULES, *(rule for module in modules for rule in getattr(module, "RULES", ())))

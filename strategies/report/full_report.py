@@ -20,7 +20,6 @@ from deepstow.strategies.core.on_disk import (
 )
 from deepstow.strategies.core.plan import NONE, Keep, Kind, Plan, Tier
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.planner import gemm_routes
 from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
 from deepstow.strategies.planner.step_cost import StepCost, launch_seconds, unit_flops
 from deepstow.strategies.planner.tasks import Resource
@@ -41,14 +40,14 @@ def text(
     before: Sequence[str] = (),
 ) -> str:
     """What the run needs, its simulated step, what comes ``before`` and ``advice``; then the grid of ranks, what each
-    of the ``stages`` holds, the state, routes of linear layers, recomputation, buckets, and what is busy in the
+    of the ``stages`` holds, the state, recomputation, buckets, and what is busy in the
     step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
     lines += [*launch_lines(plan), *moment_lines(plan), *disk_lines(plan, cost), *before]
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
-    tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
+    tables = (plan_table.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
     for part in map(list, (grid, *tables, step_lines(cost) if cost else ())):
         lines += ["", *part] if part else []
     return "\n".join(lines)
@@ -64,7 +63,6 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
         "totals": {tier.value: _totals(plan, tier) for tier in Tier},
         "deepspeed": plan.engine(),
         "idle": dict(plan.idle),
-        "linears": {path: routes._asdict() for path, routes in gemm_routes.chosen(plan).items()},
         "recompute": recompute_rows(plan),
         "simulated": cost.to_json() if cost else None,
     }

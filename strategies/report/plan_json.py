@@ -69,7 +69,6 @@ class PlanFile(Entry):
     totals: dict[str, dict[str, int]]
     deepspeed: dict[str, Any]
     idle: dict[str, str]
-    linears: dict[str, Any]
     recompute: list[dict[str, Any]]
     simulated: dict[str, Any] | None
     measured: list[dict[str, Any]] = Field(

@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "saved tensors on the host": {
         "strategies": {"offload": OFFLOAD, "recompute": {"policy": "selective", "activation_offloading": True}}
     },
-    "linear": {"strategies": {"linear": {"transpose": "minimal"}}},
+    "linear": {"strategies": {"linear": {"transpose": "flip"}}},
     "buffers": {"strategies": {"offload": OFFLOAD, "buffers": {}}},
     "packed, by masks": {"strategies": {"offload": OFFLOAD}, "packing": True},
     "packed": {

@@ -65,7 +65,7 @@ ROUNDS = {
     "ours-resident-compiled",
     "ours-streamed-compiled",
     "ours-streamed-varlen",
-    "ours-minimal",
+    "ours-flip",
     "ours-adaptive",
 }
 Results = Mapping[str, Mapping[str, Any]]

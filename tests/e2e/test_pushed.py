@@ -103,7 +103,7 @@ def test_what_is_uploaded_says_nothing_of_this_machine(adapters: bool, hub: Hub,
         model={"config": None, "tokenizer": None, "name_or_path": str(home / "model"), **lora},
         data={"path": str(home / "rows.jsonl"), "max_length": 24},
         training={"push_to_hub": True, "hub_model_id": name, "max_steps": 1},
-        strategies={"linear": {"cache": str(home / "linear.json"), "budget_s": 0.1}},
+        strategies={"offload": {"disk": str(home), "disk_memory": "1GiB"}},
     )
     overrides = ["training.run_name=of-nobody-else", "training.seed=8"]
     found = pushed(config, told, *overrides, **secrets).check()

@@ -1,11 +1,13 @@
 """Facts and strategies made by hand: integers in, plan out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from pydantic import PrivateAttr
 
+from deepstow.strategies.core import compatibility
+from deepstow.strategies.core.compose import in_order
 from deepstow.strategies.core.facts import (
     NO_WORK,
     Choices,
@@ -20,6 +22,7 @@ from deepstow.strategies.core.facts import (
 )
 from deepstow.strategies.core.plan import Decision, Plan
 from deepstow.strategies.core.protocol import BITWISE, Parity, Phase, Requirement, Strategy
+from deepstow.strategies.core.registry import rules
 
 GPU = MachineFacts("test gpu", device_bytes=1 << 40, host_bytes=1 << 40)
 CPU = MachineFacts("cpu", device_bytes=1 << 40, host_bytes=1 << 40)
@@ -90,3 +93,9 @@ def fake(
         given = tuple(answer)
         made._answer = lambda facts, plan: given
     return made
+
+
+def refusals_of(name: str, strategies: Mapping[str, Any], run: RunFacts) -> list[str]:
+    """The lines of the strategy ``name`` beside the others, and those of all rules."""
+    ruled = compatibility.refusals(rules(strategies), strategies, run)
+    return [str(each) for each in (*ruled, *in_order(strategies)[name].refusals(run))]

@@ -17,7 +17,7 @@ from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from deepstow.strategies.planner.two_level import GATHERS, best, phases
 from deepstow.strategies.report import plan_table
-from tests.helpers.fakes import block, embedding, facts, run_facts
+from tests.helpers.fakes import block, embedding, facts, refusals_of, run_facts
 from tests.unit.test_rates import some_rates
 
 SIZE = 1 << 24
@@ -85,7 +85,7 @@ def test_refused() -> None:
 @pytest.mark.parametrize(
     ("others", "what"),
     [
-        ({"zero": {"stage": 2}}, "cannot go with strategies.zero.stage 2"),
+        ({"zero": {"stage": 2}}, "cannot go with strategies.zero.stage = 2"),
         ({"tensor": {"degree": 2}}, "cannot go with strategies.tensor"),
         ({"pipeline": {"stages": 2}}, "cannot go with strategies.pipeline"),
         ({"sequence": {"degree": 2}}, "cannot go with strategies.sequence"),
@@ -98,8 +98,7 @@ def test_refused() -> None:
 )
 def test_refused_beside_others(others: dict[str, Any], what: str) -> None:
     strategies = {name: find(name).model_validate(options) for name, options in others.items()}
-    run = run_facts(world_size=4)
-    found = [str(each) for each in Collectives().refusals(run, strategies)]
+    found = refusals_of("collectives", {"collectives": Collectives(), **strategies}, run_facts(world_size=4))
     assert len(found) == bool(what) and all(what in each for each in found)
 
 

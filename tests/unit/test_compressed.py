@@ -18,7 +18,7 @@ from deepstow.strategies.planner.compressed import kept_bytes, reserves, sent_by
 from deepstow.strategies.report import plan_table
 from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.run.export import _exactness
-from tests.helpers.fakes import block, embedding, facts, run_facts
+from tests.helpers.fakes import block, embedding, facts, refusals_of, run_facts
 from tests.helpers.refused import lines_of
 from tests.unit.test_rates import some_rates
 
@@ -156,7 +156,7 @@ FEEDBACK = "powersgd"
             ("bf16", {}, ""),
             ("none", {"disk": None, "moments": "fp32"}, ""),
             ("int8", {}, "would keep what ranks owe on the device; take compress: none, bf16 or fp16"),
-            ("none", {"moments": "bf16"}, "strategies.offload.moments = 'bf16': beside strategies.collectives.local"),
+            ("none", {"moments": "bf16"}, "offload.moments = 'bf16': cannot go with strategies.collectives.local"),
         )),
         ({"local_steps": 5}, {}, {}, "take compress: none, bf16, fp16, topk or int8"),
         ({"compress": "none", "outer_lr": 0.5}, {}, {}, "outer_lr = 0.5: is of local_steps"),
@@ -170,11 +170,12 @@ FEEDBACK = "powersgd"
 def test_refused(options: dict[str, Any], others: dict[str, Any], run: dict[str, Any], what: str) -> None:
     strategies = {name: find(name).model_validate(each) for name, each in others.items()}
     each = Collectives.model_validate({"compress": FEEDBACK, **options})
-    found = [str(one) for one in each.refusals(replace(run_facts(world_size=4), **run), strategies)]
+    facts = replace(run_facts(world_size=4), stowed="offload" in others, **run)
+    found = refusals_of("collectives", {"collectives": each, **strategies}, facts)
     assert len(found) == bool(what) and all(what in one for one in found)
     if not what:  # nor as a run writes it down
         again = Collectives.model_validate(each.model_dump())
-        assert not list(again.refusals(replace(run_facts(world_size=4), **run), strategies)) and again == each
+        assert not refusals_of("collectives", {"collectives": again, **strategies}, facts) and again == each
 
 
 def test_int8_is_off_by_half_a_level_at_most_and_passes_on_what_is_not_finite() -> None:
@@ -194,4 +195,5 @@ def test_fewer_steps_than_local_ones_are_refused(tmp_path: Path, monkeypatch: py
     text += "training: {output_dir: out, max_steps: 40}\nstrategies: {collectives: {local_steps: 50}}\n"
     (line,) = lines_of(text, [], 2, tmp_path, monkeypatch)
     assert line.startswith("x.yaml:4: strategies.collectives.local_steps = 50: ranks would exchange nothing in")
-    assert not list(Collectives(local_steps=50).refuses_steps(50))
+    enough = run_facts(world_size=2, steps=50)
+    assert not list(Collectives(local_steps=50).refusals(enough))

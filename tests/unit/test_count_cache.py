@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from deepstow.launch.plan import main
-from deepstow.trainer.config.sections import DistillSection, RunConfig
+from deepstow.trainer.config.sections import DistillSection
 from deepstow.trainer.model.count_cache import cached, name_of
-from deepstow.trainer.planning.facts import ModelCount, asked, count_model, products_again, run_facts
+from deepstow.trainer.planning.facts import ModelCount, asked, count_model
 from tests.helpers.tiny import LLAMA, run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_counted_once_and_read_back_as_it_was(folder: Path) -> None:
     config = run_config(strategies={"offload": {}, "linear": {}})
     first = cached(config, ModelCount, lambda: count_model(config))
-    assert first.params and first.linears and first.units[1].choices is not None
+    assert first.params and first.units[1].choices is not None
 
     def never() -> ModelCount:
         raise AssertionError("counted again")
@@ -62,33 +62,15 @@ def test_what_a_teacher_is_asked_is_in_the_name() -> None:
     assert len({name_of(run_config().model_copy(update={"distill": each})) for each in asked}) == 3
 
 
-def again(config: RunConfig) -> bool:
-    return products_again(run_facts(config, 1), config.strategies)
-
-
-def lists(count: ModelCount, config: RunConfig) -> ModelCount:
-    return asked(count, run_facts(config, 1), config.strategies)
-
-
-def test_products_are_taken_again_where_all_of_a_block_is() -> None:
-    full = {"recompute": {"policy": "full"}}
-    assert again(run_config(strategies=full)) and again(run_config(gradient_checkpointing=True))
-    for other in ({"policy": "selective"}, {"policy": "full", "every": 2}, {"policy": "auto"}):
-        assert not again(run_config(strategies={"recompute": other}))
-    known = run_config(strategies={"linear": {}, **full})
-    linears = lists(count_model(known), known).linears
-    assert linears and {layer.recomputed for layer in linears if layer.unit.startswith("model.layers")} == {True}
-
-
 def test_strategies_that_only_ask_for_more_lists_share_a_count() -> None:
     """Each gets from it what it would have counted itself."""
-    strategies: Any = {"linear": {}, "recompute": {"policy": "selective"}}
+    strategies: Any = {"pipeline": {"stages": 2}, "recompute": {"policy": "selective"}}
     plain, asking = run_config(), run_config(strategies=strategies)
     assert name_of(plain) == name_of(asking)
     whole = count_model(plain)
-    assert whole == count_model(asking) and whole.linears and whole.params
-    assert lists(whole, asking).linears == whole.linears
-    assert lists(whole, plain).linears == lists(whole, plain).params == ()
+    assert whole == count_model(asking) and whole.params
+    assert asked(whole, asking.strategies) == whole
+    assert asked(whole, plain.strategies).params == ()
 
 
 def test_a_folder_is_known_by_its_config(tmp_path: Path) -> None:

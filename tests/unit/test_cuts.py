@@ -17,7 +17,7 @@ from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.cuts import Schedule, cut, work
 from deepstow.strategies.report.plan_table import grid_table
 from deepstow.trainer.run.saving import estimated_bytes
-from tests.helpers.fakes import block, facts
+from tests.helpers.fakes import block, facts, refusals_of
 
 
 def model(*sizes: int, table: int = 7) -> tuple[Unit, ...]:
@@ -121,7 +121,7 @@ def test_stages_of_tensor_ranks() -> None:
 
 
 def refused(strategy: Strategy, made: Facts, **others: Strategy) -> list[str]:
-    return [str(each) for each in strategy.refusals(made.run, {"pipeline": strategy, **others})]
+    return refusals_of("pipeline", {"pipeline": strategy, **others}, made.run)
 
 
 def test_copies_divide_moments_and_the_engine_of_offload_keeps_its_own() -> None:
@@ -146,7 +146,7 @@ def test_refusals() -> None:
     zero = find("zero").model_validate({"stage": 2})
     (line,) = refused(pipeline(), known(8), zero=zero)
     assert line.startswith(
-        "strategies.zero = {'stage': 2}: cannot go with strategies.pipeline; leave zero out, or write stage 1"
+        "strategies.zero.stage = 2: cannot go with strategies.pipeline: its stages divide weights, and sum gradients"
     )
     offload = find("offload").model_validate({})
     assert refused(pipeline(), known(8), zero=zero, offload=offload) == [line]
@@ -158,12 +158,16 @@ def test_refusals() -> None:
         assert [each.key for each in found] == ["training.optim"] * count
     inside = find("offload").model_validate({"update_in_backward": True})
     hosts = find("recompute").model_validate({"policy": "full", "activation_offloading": True})
-    for each, why in ((inside, "agree on a step first"), (hosts, "the host has room for one micro-batch")):
-        (line,) = each.refusals(replace(known(8).run, max_grad_norm=0.0), {"pipeline": pipeline()})
-        assert why in str(line)
-        assert not list(each.refusals(replace(known(8).run, max_grad_norm=0.0, stages=1, world_size=1), {}))
+    for name, each, why in (
+        ("offload", inside, "agree on a step first"),
+        ("recompute", hosts, "the host has room for one micro-batch"),
+    ):
+        run = replace(known(8).run, max_grad_norm=0.0)
+        (line,) = refusals_of(name, {name: each, "pipeline": pipeline()}, run)
+        assert why in line
+        assert not refusals_of(name, {name: each}, replace(run, stages=1, world_size=1))
     (line,) = refused(pipeline(schedule="zbv"), known(8), offload=offload)
-    assert line.endswith("it gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe")
+    assert line.endswith("its engine trains one part in a stage, and this gives two; write 1f1b or gpipe")
     some, every = (find("recompute").model_validate({"policy": policy}) for policy in ("selective", "full"))
     for schedule, splits in (("zbv", 1), ("dualpipev", 1), ("interleaved_zero_bubble", 1), ("interleaved", 0)):
         found = refused(pipeline(schedule=schedule), known(8), recompute=some)

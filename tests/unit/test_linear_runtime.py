@@ -1,4 +1,4 @@
-"""Linear layers over every route: derivatives, values, copies that are never stale, a state dict as it was."""
+"""Linear layers over every route: derivatives, values, a state dict as it was."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from deepstow.strategies.core.linears import LEGAL, Gemm, Route, Routes
-from deepstow.strategies.engine.forward.routed_linear import route, weights_changed
+from deepstow.strategies.engine.forward.routed_linear import FLIP, LEFT, RIGHT, ROUTES, Routes, route
 from tests.helpers.pairwise import Table
 
 KINDS = ("linear", "conv1d")
-BOTH = Routes(forward=Route.COPY, dgrad=Route.COPY)
+BOTH = Routes(forward=FLIP, dgrad=RIGHT)
 
 
 def layer(kind: str, inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype = torch.float64) -> Any:
@@ -43,7 +42,7 @@ def results(made: Any, x: Tensor) -> list[Tensor]:
     return [out, x.grad, *(param.grad for param in made.parameters())]
 
 
-ROUTES: Mapping[str, Sequence[object]] = {"kind": KINDS, **{gemm.value: routes for gemm, routes in LEGAL.items()}}
+BY_PRODUCT: Mapping[str, Sequence[object]] = {"kind": KINDS, **dict.fromkeys(Routes._fields, ROUTES)}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -52,15 +51,13 @@ def ids(row: Mapping[str, Any]) -> str:
 
 
 def routes_of(row: Mapping[str, Any]) -> Routes:
-    return Routes(**{gemm.value: row[gemm.value] for gemm in Gemm})
+    return Routes(**{gemm: row[gemm] for gemm in Routes._fields})
 
 
-@pytest.mark.parametrize(
-    "routes", [Routes(*[Route.COPY] * 2, Route.LEFT), Routes(Route.FLIP, Route.RIGHT, Route.FLIP)], ids=str
-)
+@pytest.mark.parametrize("routes", [Routes(LEFT, LEFT, LEFT), Routes(FLIP, RIGHT, FLIP)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_of_derivatives(kind: str, routes: Routes) -> None:
-    """By the weight as well, which a backward that is differentiated in turn has to read instead of the copy."""
+    """By the weight as well."""
 
     def second(made: Any) -> tuple[Tensor, ...]:
         x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
@@ -84,7 +81,7 @@ INPUTS: Mapping[str, Callable[[], Tensor]] = {
     "strided": lambda: torch.randn(8, 12)[::2, ::2],
     "repeated": lambda: torch.randn(1, 6).expand(4, 6),
 }
-FACTORS = {**ROUTES, "dtype": list(TOLERANCE), "input": list(INPUTS), "outputs": [1, 4, 16], "bias": [True, False]}
+FACTORS = {**BY_PRODUCT, "dtype": list(TOLERANCE), "input": list(INPUTS), "outputs": [1, 4, 16], "bias": [True, False]}
 
 
 @pytest.mark.parametrize("row", Table(FACTORS, [(("kind", "conv1d"), ("bias", False))]).rows(), ids=ids)
@@ -103,7 +100,7 @@ def test_values_are_those_of_the_stock_layer(row: Mapping[str, Any]) -> None:
 
 def test_a_native_forward_makes_the_call_of_the_stock_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another product takes another route. Other calls may have the same bits at some sizes only."""
-    made = routed(layer("linear", 3, 4), Routes(wgrad=Route.LEFT))
+    made = routed(layer("linear", 3, 4), Routes(wgrad=LEFT))
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight, bias: x.new_full((len(x), len(weight)), 7.0))
     assert (made(torch.randn(2, 3, dtype=torch.float64)) == 7.0).all()
 
@@ -121,53 +118,10 @@ def test_frozen_weights_and_inputs_take_no_products() -> None:
         assert not made(x).requires_grad
 
 
-# --- the second copy -------------------------------------------------------------------------------------------------
-
-
-def test_the_copy_is_written_once_per_change_that_is_seen_or_announced() -> None:
-    made = routed(layer("linear", 5, 5), BOTH)
-    x, weight = torch.randn(2, 5, dtype=torch.float64), made.weight
-    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, foreach=False)
-    other = torch.ones(5, 5, dtype=torch.float64)
-
-    def unseen() -> None:
-        weight.data.fill_(3.0)  # what engines with flat buffers do: the same address, no version
-
-    made(x).sum().backward()
-    held = made._copy.tensor
-    for change, written in (
-        (lambda: made(x).sum().backward(), False),  # another micro-batch
-        (optimizer.step, True),
-        (lambda: setattr(weight, "data", other), True),  # another address
-        (lambda: made.load_state_dict({"weight": 2 * other, "bias": made.bias.detach()}), True),
-        (unseen, False),
-        (lambda: weights_changed(made), True),
-        (lambda: weight.requires_grad_(False), False),
-        (lambda: weights_changed(made), False),  # steps change no frozen weight
-    ):
-        before = held._version
-        change()
-        assert torch.equal(made.eval()(x), torch.addmm(made.bias, x, weight.t())), "evaluation reads the weight itself"
-        made.train()(x), made(x)
-        assert held._version - before == written
-        assert torch.equal(held, weight.t()) is (change is not unseen)
-
-
-def test_backward_refuses_a_copy_made_since_its_forward() -> None:
-    made = routed(layer("linear", 3, 4), Routes(forward=Route.COPY, dgrad=Route.COPY))
-    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    first = made(x)
-    made.weight.data.add_(1.0)
-    weights_changed(made)
-    made(x)
-    with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
-        first.sum().backward()
-
-
 # --- surroundings ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("routes", [BOTH, Routes(wgrad=Route.FLIP)], ids=str)
+@pytest.mark.parametrize("routes", [BOTH, Routes(wgrad=FLIP)], ids=str)
 def test_autocast(routes: Routes) -> None:
     made = layer("linear", 24, 16, dtype=torch.float32)
     x = torch.randn(3, 5, 24)

@@ -12,6 +12,7 @@ from deepstow.strategies.core.formats import FORMATS
 from deepstow.strategies.core.layout import Item, Site, needs
 from deepstow.strategies.offload import Offload
 from tests.helpers.engine import adamw
+from tests.helpers.fakes import refusals_of
 from tests.helpers.layouts import bucket, layout
 from tests.helpers.moments import OneParameter, rounding_adamw
 
@@ -180,10 +181,10 @@ def run(**changes: Any) -> RunFacts:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "is for AdamW's two, not for sgd's": ({}, {"optim": "sgd"}),
     "is for one rank, and there are 2": ({}, {"world_size": 2}),
-    "is not for fp16": ({}, {"precision": Precision.FP16}),
+    "training.fp16, which nobody has tried": ({}, {"precision": Precision.FP16}),
     "in the host's memory, not on a disk": ({"disk": "/tmp", "disk_memory": "1GiB"}, {}),
-    "not site: device; write site: host": ({"site": "device"}, {}),
-    "not site: streamed; write site: host": ({"site": "streamed"}, {}),
+    "site = device: such moments are for what the CPU updates; write site: host": ({"site": "device"}, {}),
+    "site = streamed: such moments are for what the CPU updates; write site: host": ({"site": "streamed"}, {}),
 }
 
 
@@ -191,11 +192,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_is_refused(words: str) -> None:
     options, changes = REFUSED[words]
     about = run(**changes)
-    (refused,) = Offload(moments="int8", **options).refusals(about, {})
-    assert (refused.key, refused.value) == ("strategies.offload.moments", "int8")
-    assert words in str(refused) and "\n" not in str(refused)
-    assert not [one for one in Offload(**options).refusals(about, {}) if "moments" in one.key]
-    assert not list(Offload(moments="int8").refusals(run(), {}))
+    (line,) = refusals_of("offload", {"offload": Offload(moments="int8", **options)}, about)
+    assert line.startswith("strategies.offload.moments = 'int8': ") and words in line and "\n" not in line
+    assert not [each for each in refusals_of("offload", {"offload": Offload(**options)}, about) if "moments" in each]
+    assert not refusals_of("offload", {"offload": Offload(moments="int8")}, run())
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ def test_what_is_refused(words: str) -> None:
     ],
 )
 def test_what_masters_are_refused_with(options: dict[str, Any], changes: dict[str, Any], words: str) -> None:
-    found = list(Offload(masters="bf16", **options).refusals(run(**changes), {}))
-    assert [(one.key, one.value) for one in found] == ([("strategies.offload.masters", "bf16")] if words else [])
-    assert all(words in str(one) for one in found)
+    found = refusals_of("offload", {"offload": Offload(masters="bf16", **options)}, run(**changes))
+    assert len(found) == bool(words)
+    assert all(words in each and each.startswith("strategies.offload.masters = 'bf16': ") for each in found)
 
 
 def test_masters_round_up_as_often_as_they_are_near() -> None:

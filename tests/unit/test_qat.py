@@ -81,7 +81,11 @@ def test_what_is_counted_is_what_torchao_saves(dtype: torch.dtype) -> None:
         ({}, {"torch_compile": True}, "training.torch_compile = true: has not been compared with quantize.qat"),
         ({}, {"use_liger_kernel": True}, "training.use_liger_kernel = true: has not been compared"),
         ({}, {"fp16": True}, "training.fp16 = true: has not been compared"),
-        ({}, {"strategies": {"linear": {}}}, "strategies.linear = {}: chooses products of layers that"),
+        (
+            {},
+            {"strategies": {"linear": {}}},
+            'quantize.qat = "int4_group": strategies.linear chooses products of layers',
+        ),
     ],
 )
 def test_refused(quantize: Any, more: Any, line: str) -> None:

@@ -144,6 +144,7 @@ def test_removed_options() -> None:
         return compare({**now, "strategies": strategies}, now, (1, 1), "checkpoint-8")
 
     assert saved_with(offload={"update_in_backward": "speculative"}).refused == []
+    assert saved_with(linear={"transpose": "minimal", "budget_s": 20.0, "cache": None}).refused == []
     (line, *_) = saved_with(collectives={"compress": "onebit", "start": 9}).refused
     assert line.key == "strategies.collectives.compress" and "saved with onebit: 1-bit Adam's momentum" in line.what
 

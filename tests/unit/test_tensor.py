@@ -34,16 +34,28 @@ ROWS = "training.per_device_train_batch_size=4"
 KINDS = "architectures that can be divided: llama, mistral, opt, qwen2, qwen3; others with strategies.zero alone"
 CASES: list[tuple[list[str], str]] = [
     (["strategies.zero.stage=3"], "zero.stage = 3: cannot go with strategies.tensor, which divides weights; write 2"),
-    (["strategies.zero.stage=0", "training.bf16=true"], "under strategies.tensor; write 1 or 2"),
+    (["strategies.zero.stage=0", "training.bf16=true"], "the norm of one rank's gradients there; write 1 or 2"),
     (["strategies.zero.stage=3", "strategies.offload={}"], "which divides weights; write 2"),
-    ([SLICES, "strategies.offload={}"], "was not compared with plain training beside strategies.offload; leave one of"),
-    ([CHUNKS, ROWS, "strategies.offload={}"], "beside strategies.offload; leave one of the two out"),
-    (["strategies.offload={disk: /x, disk_memory: 1GiB}"], "on a disk were not compared beside strategies.offload"),
-    (["strategies.offload={}", "model.lora={}"], "beside strategies.offload and model.lora; leave one of the three"),
-    (["strategies.offload={}", "training.fp16=true"], "strategies.offload and training.fp16; leave one of the three"),
+    (
+        [SLICES, "strategies.offload={}"],
+        "cannot go with strategies.offload: it was not compared with plain training; leave",
+    ),
+    (
+        [CHUNKS, ROWS, "strategies.offload={}"],
+        "cannot go with strategies.offload: it was not compared with plain training",
+    ),
+    (
+        ["strategies.offload={disk: /x, disk_memory: 1GiB}"],
+        "cannot go with strategies.offload.disk: its parts on a disk were not",
+    ),
+    (["strategies.offload={}", "model.lora={}"], "cannot go with strategies.offload and model.lora together: it was"),
+    (
+        ["strategies.offload={}", "training.fp16=true"],
+        "cannot go with strategies.offload and training.fp16 together: it",
+    ),
     (
         ["strategies.offload={}", "strategies.pipeline={stages: 2, schedule: gpipe}"],
-        "cannot go with strategies.pipeline and strategies.offload together; leave one of the three out",
+        "cannot go with strategies.pipeline and strategies.offload together: the memory engine in stages of divided",
     ),
     (["strategies.linear={}"], "it replaces products of whole layers; leave strategies.linear out"),
     (["strategies.cross_entropy={}"], "it multiplies by the whole head; leave strategies.cross_entropy out"),
@@ -69,19 +81,22 @@ CASES: list[tuple[list[str], str]] = [
         "strategies.pipeline: its stages run blocks",
     ),
     ([CHUNKS, ROWS, "training.gradient_checkpointing=true"], "cannot go with training.gradient_checkpointing: blocks"),
-    ([CHUNKS, ROWS, "model.lora={}"], "was not compared with plain training of adapters; leave it out"),
+    (
+        [CHUNKS, ROWS, "model.lora={}"],
+        "cannot go with model.lora: adapters were not compared with plain training; leave it",
+    ),
     (
         ["strategies.tensor.chunks=3", ROWS],
         "must divide the rows of a micro-batch, training.per_device_train_batch_size = 4; write 1, 2 or 4",
     ),
-    ([SLICES, "model.lora={}"], "was not compared with plain training of adapters; leave it or model.lora out"),
+    ([SLICES, "model.lora={}"], "cannot go with model.lora: it was not compared with plain training; leave one of"),
     (["strategies.tensor.exchange.codec=block"], "are sent as they are; write bits: 8 or bits: 4, or leave codec out"),
     *(
         ([EXCHANGE, *each], f"cannot go with {key}, beside which it was not built; leave one of the two out")
         for key, *each in (
             ("strategies.pipeline", "strategies.pipeline={stages: 2, schedule: gpipe}"),
             ("strategies.offload", "strategies.offload={}"),
-            ("strategies.recompute", "strategies.recompute={}"),
+            ("strategies.recompute.policy", "strategies.recompute={}"),
             ("training.gradient_checkpointing", "training.gradient_checkpointing=true"),
             ("strategies.tensor.sequence_parallel", SLICES),
             ("strategies.tensor.chunks", CHUNKS, ROWS),

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deepstow.strategies.core.compatibility import parts_of, values_in
 from deepstow.strategies.core.optimizers import options_of
 from deepstow.strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
-from deepstow.strategies.core.registry import available, find
+from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config import smaller
 from deepstow.trainer.config.arguments import KTO_LOSSES, TrainingSection
 from deepstow.trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
@@ -340,16 +341,16 @@ def _best_model(t: Values) -> Found:
 def _strategies(sections: Mapping[str, Values]) -> Found:
     m, t = sections["model"], sections["training"]
     half = m.dtype != "float32" and t.bf16 in OFF and t.fp16 in OFF
+    given = values_in(sections)
+
+    def value_of(key: str) -> Any:
+        return None if (value := given(key)) is WRONG else value
+
+    for rule in rules(name for name in available() if name in sections["strategies"]):
+        if not rule.key.startswith("strategies.") and rule.applies(value_of):
+            yield parts_of(rule.key)[0], rule.words(value_of)
     for name in available():
         if name in sections["strategies"]:
-            for said, why in find(name).excludes.items():
-                key, _, value = said.partition(" = ")
-                section, field, *below = key.split(".")
-                given = sections[section][field]
-                for part in below:
-                    given = given.get(part) if isinstance(given, dict) else None
-                if given not in (*OFF, WRONG) and value in ("", given):
-                    yield key, f"{why}; {KEEP_ONE}"
             if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:
                 yield "model.dtype", f"strategies.{name} keeps float32 weights under training.fp16; write float32"
             yield from _quantised_beside(name, m, t)

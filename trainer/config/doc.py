@@ -1,4 +1,5 @@
-"""Generate the tables of keys in ``docs/config.md`` and ``docs/strategies``, between two marks, from the sections.
+"""Generate the tables of keys in ``docs/config.md`` and ``docs/strategies``, between two marks, from the sections; and
+what goes together, in ``docs/parallel.md``, from the rules of compatibility.
 
 ``python -m deepstow.trainer.config.doc`` writes them; a test compares the files with what would be written.
 """
@@ -9,11 +10,13 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from deepstow.strategies.core.registry import available, find
+from deepstow.strategies.core.compatibility import parts_of, values_in
+from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config.check import allowed, elsewhere, inner_model
 from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
 
@@ -26,6 +29,7 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
     """
     written = {docs / "config.md": _whole_config()}
     written |= {docs / "strategies" / f"{name}.md": _keys(find(name)) for name in available()}
+    written[docs / "parallel.md"] = _compatibility()
     for page, tables in written.items():
         before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         _, end, after = rest.partition(END)
@@ -75,6 +79,62 @@ def _default(field: FieldInfo) -> str:
         return "**required**"
     value = field.get_default(call_default_factory=True)
     return "not set" if value is None else f"`{json.dumps(value, default=str)}`"
+
+
+def variants() -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Each strategy with the options of its first example; one that has to be given one of some values, with each."""
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for name in available():
+        kind = find(name)
+        levels = {key: get_args(field.annotation) for key, field in kind.model_fields.items() if field.is_required()}
+        several = [(key, value) for key, values in levels.items() for value in values]
+        given: dict[str, Mapping[str, Any]] = {f"{name} {value}": {key: value} for key, value in several}
+        for label, options in (given or {name: kind.examples[0]}).items():
+            found[label] = name, kind.model_validate(options).model_dump()
+    return found
+
+
+def _compatibility() -> str:
+    """Signs for every two strategies, and the reasons of all rules."""
+    known, whole = rules(available()), variants()
+    names, table = list(whole), list[tuple[str, ...]]()
+    for row, label in enumerate(names[1:], 1):
+        cells = []
+        for name, options in (whole[other] for other in names[:row]):
+            value_of = values_in({"strategies": dict([whole[label], (name, options)])})
+            refused = any(rule.applies(value_of) for rule in known)
+            cells.append("" if name == whole[label][0] else "-" if refused else "+")
+        table.append((f"`{label}`", *cells, *[""] * (len(names) - 1 - row)))
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for rule in known:
+        beside, unless = _terms(rule.beside, " and "), _terms(rule.unless, " or ")
+        if rule.key.startswith("strategies."):
+            grouped.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
+        else:
+            grouped.setdefault((beside, rule.why), []).append(_term(rule.key))
+    inside = [(one[0], "; ".join(many), *one[1:]) for one, many in grouped.items() if len(one) == 3]
+    outside = [(one[0], ", ".join(many), one[1]) for one, many in grouped.items() if len(one) == 2]
+    parts = (
+        _table(("", *(f"`{label}`" for label in names[:-1])), table),
+        _table(("refused", "beside", "unless there is", "why"), inside),
+        _table(("beside", "keys of other sections that are refused", "why"), outside),
+    )
+    return "\n".join(parts)
+
+
+def _terms(written: str, joint: str) -> str:
+    return joint.join(map(_term, filter(None, written.split(joint))))
+
+
+def _term(term: str) -> str:
+    """A term of a rule; an option that a strategy cannot be without is the strategy."""
+    key, relation, values = parts_of(term)
+    section, name, *option = key.split(".")
+    shown = key
+    if section == "strategies":
+        required = bool(option) and find(name).model_fields[option[0]].is_required()
+        shown = name if not option or (required and not values) else f"{name}.{option[0]}"
+    return f"`{shown}`" + f" {relation} {', '.join(values).lower()}" * bool(values)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

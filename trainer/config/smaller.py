@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepstow.strategies.core.protocol import COMPILE_KEYS, Requirement
-from deepstow.strategies.core.registry import available, find
+from deepstow.strategies.core.protocol import COMPILE_KEYS
 from deepstow.trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
 
 NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
@@ -114,6 +113,3 @@ def _trained_for(q: Values, sections: Mapping[str, Values]) -> Found:
     for key, value in others.items():
         if value:
             yield key, f"has not been compared with quantize.qat; {KEEP_ONE}"
-    for name in sections["strategies"]:
-        if name in available() and Requirement.LINEARS in find(name).requires:
-            yield f"strategies.{name}", f"chooses products of layers that quantize.qat replaces; {KEEP_ONE}"

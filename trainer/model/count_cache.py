@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNTING = ("trainer/model", "trainer/tasks", "strategies/engine/forward")
 SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
-    *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
+    ROOT / "strategies/core/facts.py",
     *(ROOT / f"trainer/planning/{name}.py" for name in ("evaluation", "facts", "positions")),
     *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "ulysses", "varlen")),
 )

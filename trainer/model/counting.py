@@ -13,9 +13,9 @@ calls some operators (``prim.device``) at places where an exception would end th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from deepstow.strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
-from deepstow.strategies.core.linears import ELEMENT_BYTES, Linear, Shape
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.forward.checkpointing import Names, stream_in
 from deepstow.strategies.engine.forward.compiled import compiled
@@ -315,14 +314,15 @@ class Counter(TorchDispatchMode):
 
     def same(self, one: str, other: str) -> bool:
         """Whether the same was counted of two blocks."""
-        linears = self.linears().values()
-        listed = [
-            [replace(it, unit="", name=it.name.removeprefix(block)) for it in linears if it.unit == block]
-            for block in (one, other)
-        ]
+        listed: dict[str, list[object]] = {one: [], other: []}
+        for block, path in self.linears():
+            if block in listed:
+                weight = self._layers[path][0].weight
+                known = weight.shape, weight.dtype, weight.requires_grad, self._calls(block, path)
+                listed[block].append((path.removeprefix(block), *known))
         counted = (self.saved, self._choices, self._flops_in, self._launches)
         reads = [name for name in self.outside if name.startswith((f"{one}.", f"{other}."))]
-        return not reads and listed[0] == listed[1] and all(each.get(one) == each.get(other) for each in counted)
+        return not reads and listed[one] == listed[other] and all(each.get(one) == each.get(other) for each in counted)
 
     def units(self) -> tuple[Unit, ...]:
         """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out."""
@@ -355,35 +355,16 @@ class Counter(TorchDispatchMode):
             if path in used or self.saved.get(path)
         )
 
-    def linears(self, compute: torch.dtype | None = None) -> dict[str, Linear]:
-        """The linear layers that were called, by dotted path, as they were called: a head may compute the last tokens
-        only, and layers behind frozen ones pass nothing back.
-
-        Args:
-            compute: the dtype of autocast; None: every weight is computed in its own dtype.
-        """
-        found: dict[str, Linear] = {}
-        outside = EMBEDDING
-        for path, (layer, calls) in self._layers.items():
+    def linears(self) -> Iterator[tuple[str, str]]:
+        """The linear layers of blocks that were called: the block's path, and the layer's."""
+        for path in self._layers:
             block = next((block for block in self.blocks if path.startswith(f"{block}.")), None)
-            unit = block or outside
-            if block is not None:
-                outside = HEAD
-                calls = self._layers[self.like.get(block, block) + path.removeprefix(block)][1]
-            dtype = str(compute or layer.weight.dtype).removeprefix("torch.")
-            if not calls or dtype not in ELEMENT_BYTES:
-                continue
-            stored: Any = storage_of(layer)
-            inputs, outputs = reversed(layer.weight.shape) if stored == "out_in" else layer.weight.shape
-            found[path] = Linear(
-                name=path,
-                unit=unit,
-                shape=Shape(max(rows for rows, _ in calls), inputs, outputs, stored, dtype),
-                trains=layer.weight.requires_grad,
-                passes_back=any(needs for _, needs in calls),
-                calls=len(calls),
-            )
-        return found
+            if block is not None and self._calls(block, path):
+                yield block, path
+
+    def _calls(self, block: str, path: str) -> list[tuple[int, bool]]:
+        """How a layer of ``block`` was called; where the block is like another one, how that one's was."""
+        return self._layers[self.like.get(block, block) + path.removeprefix(block)][1]
 
 
 def touched_by(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from deepstow.strategies.backends import scattered
 from deepstow.strategies.backends.autotp import Cut, cut_of
-from deepstow.strategies.core.linears import Linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,11 +73,12 @@ def divide(model: PreTrainedModel, degree: int, *, in_slices: bool = False) -> N
         scattered.start(model, scattered.Tokens(degree, 0, ""))
 
 
-def sums(linears: Iterable[Linear]) -> tuple[int, int, int]:
+def sums(linears: Iterable[tuple[str, str]]) -> tuple[int, int, int]:
     """How often ranks sum the hidden states of a block: in forward behind each layer divided by rows, in backward
-    before each divided by columns; where it runs again, without the last one, which nothing is saved of.
+    before each divided by columns; where it runs again, without the last one, which nothing is saved of. ``linears``:
+    the block of each linear layer, and its path.
     """
-    found = Counter((layer.unit, cut_of(layer.name, tied=True)) for layer in linears if "lora" not in layer.name)
+    found = Counter((block, cut_of(path, tied=True)) for block, path in linears if "lora" not in path)
     rows, columns = (
         max((number for (_, cut), number in found.items() if cut is kind), default=2)
         for kind in (Cut.ROWS, Cut.COLUMNS)

@@ -28,9 +28,7 @@ from deepstow.strategies.core.facts import (
     Precision,
     RunFacts,
     Unit,
-    UnitKind,
 )
-from deepstow.strategies.core.linears import Linear
 from deepstow.strategies.core.optimizers import moments_of
 from deepstow.strategies.core.protocol import Axis, Phase, Refusal, Requirement
 from deepstow.strategies.core.sizes import OVERHEAD_BYTES
@@ -63,16 +61,15 @@ RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 624 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCount(ModelNumbers):
-    """Counts of one forward on fake tensors. ``params`` and ``linears``: if a strategy requires them."""
+    """Counts of one forward on fake tensors. ``params``: if a strategy requires them."""
 
     units: tuple[Unit, ...]
     params: tuple[Param, ...] = ()
-    linears: tuple[Linear, ...] = ()
 
-    def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
+    def facts(self, run: RunFacts, machine: MachineFacts) -> Facts:
         """The facts of a ``run`` of this model."""
         counted = {number.name: getattr(self, number.name) for number in fields(ModelNumbers)}
-        return Facts(self.units, replace(run, **counted), machine, self.params, self.linears, no_copies=no_copies)
+        return Facts(self.units, replace(run, **counted), machine, self.params)
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -100,8 +97,7 @@ def facts_of(
     """The facts of a ``run`` with these ``strategies``, of a model that is counted already."""
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(strategies))
     run = replace(run, accelerated=machine.device_kind != "cpu")
-    no_copies = next((why for each in strategies.values() if (why := each.refuses_weight_copies())), "")
-    return asked(count, run, strategies).facts(run, here, no_copies)
+    return asked(count, strategies).facts(run, here)
 
 
 def check_model(config: RunConfig, built: Any) -> None:
@@ -154,11 +150,6 @@ def refuse(config: RunConfig, found: Sequence[Refusal]) -> None:
         raise ConfigError(config.error(each.key, each.value, each.cure).lines[0] for each in found)
 
 
-def products_again(run: RunFacts, strategies: Mapping[str, Strategy]) -> bool:
-    """Whether backward repeats the matrix products of every block's forward; selective recomputation keeps them."""
-    return run.recomputes or any(each.repeats_products() for each in strategies.values())
-
-
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
     """The facts that follow from the config alone."""
     training, divided = config.training, degrees(config.strategies)
@@ -181,6 +172,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         stowed=any(each.phase is Phase.WHERE for each in config.strategies.values()),
         in_slices=Axis.TOKENS in divided,
         adapters=config.model.lora is not None,
+        steps=max(0, training.max_steps),
     )
 
 
@@ -203,16 +195,9 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     return MachineFacts(machine.name, device, host, runtime, rates, **here, device_overhead_bytes=beside)
 
 
-def asked(count: ModelCount, run: RunFacts, strategies: Mapping[str, Strategy]) -> ModelCount:
-    """``count`` with those lists that ``strategies`` require; they are counted once for all strategies."""
-    required, again = requirements_of(strategies), products_again(run, strategies)
-    blocks = {unit.name for unit in count.units if unit.kind is UnitKind.BLOCK}
-    linears = (replace(layer, recomputed=again and layer.unit in blocks) for layer in count.linears)
-    return replace(
-        count,
-        params=count.params if Requirement.PARAMETERS in required else (),
-        linears=tuple(linears) if Requirement.LINEARS in required else (),
-    )
+def asked(count: ModelCount, strategies: Mapping[str, Strategy]) -> ModelCount:
+    """``count`` with the list of parameters if ``strategies`` require it; it is counted once for all strategies."""
+    return count if Requirement.PARAMETERS in requirements_of(strategies) else replace(count, params=())
 
 
 def saved_without_mask(config: RunConfig) -> dict[str, int]:
@@ -338,11 +323,9 @@ def count_of(
     config = config if hasattr(config, "get_text_config") else None  # Transformers', and not a class of the user's
     text = None if config is None else config.get_text_config()
     experts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
-    linears = tuple(found.linears(autocast).values())
     return ModelCount(
         units=found.units(),
         params=list_params(model, groups, dtype_of, found.outside, found.computing),
-        linears=linears,
         forward_flops=found.flops,
         largest_param=max((parameter.numel() for parameter in model.parameters()), default=0),
         hidden_size=getattr(text, "hidden_size", 0),
@@ -354,7 +337,7 @@ def count_of(
         num_experts=max(experts, default=0),
         experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,
         positions=0 if config is None else positions.made_for(config),
-        sums=tensor_share.sums(linears),
+        sums=tensor_share.sums(found.linears()),
     )
 
 

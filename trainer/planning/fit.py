@@ -1,8 +1,8 @@
 """``launch/plan.py --fit``: plans of a model in several ways of training, and what to write for each, as one table.
 
 All weights, low-rank adapters, and these on a base in 4 bits; each as it is, with every strategy that saves memory
-(``Strategy.to_fit``), with all of those together, over more ranks with the strategies that need them, and where nothing
-fits on several ranks with rows of data divided over them (``Strategy.fits_rows_by``). Each row is a plan of a config
+(``Strategy.fit``), with all of those together, over more ranks with the strategies that need them, and where nothing
+fits on several ranks with rows of data divided over them (``FitOptions.rows_by``). Each row is a plan of a config
 that can be written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its
 predicted peaks within 0.9 of the memory, which is what ``auto`` uses. All plans but that of the config as it is are
 brief: their steps may be some per cent longer than those of runs (``Strategy.briefly``). Every refusal
@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.plan import Plan
-from deepstow.strategies.core.protocol import Phase
-from deepstow.strategies.core.registry import available, find
+from deepstow.strategies.core.protocol import FitOptions, Phase
+from deepstow.strategies.core.registry import available, find, rules
 from deepstow.strategies.core.sizes import SHARE, human
 from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
@@ -106,7 +105,7 @@ class FitRow:
 
     def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
-        options = {name: {**(find(name).to_fit or {}), **self.kept.get(name, {})} for name in names}
+        options = {name: {**(_fit(name).options or {}), **self.kept.get(name, {})} for name in names}
         tree = self.tree | {"strategies": self.tree["strategies"] | options}
         return replace(self, strategies=tuple(names), tree=tree)
 
@@ -160,7 +159,7 @@ class Fit:
         if as_given and config.strategies:
             given = FitRow(kind=_kind(config), tree=config.tree(), given=True)
             rows.append(self._row(given, self.ranks))
-        names = [name for name in _saving() if not find(name).needs_ranks]
+        names = [name for name in _saving() if not _fit(name).needs_ranks]
         own = [plain.kind for plain in _plain(config)].index(_kind(config))
         for number, plain in enumerate(_plain(config)):
             if self.short and number > own and any(row.fits for row in rows):
@@ -175,8 +174,8 @@ class Fit:
 
     def _inexactly(self) -> Iterator[FitRow]:
         """All weights on the ranks that were asked for, with ever less state until it fits."""
-        way = _plain(self.config)[0].using([each for each in _saving() if not find(each).needs_ranks])
-        for less in (changed for name in way.strategies for changed in find(name).to_fit_inexactly):
+        way = _plain(self.config)[0].using([each for each in _saving() if not _fit(each).needs_ranks])
+        for less in (changed for name in way.strategies for changed in _fit(name).inexactly):
             row = self._row(replace(way, kind=INEXACT, tree=merged(way.tree, dict(less))), self.ranks)
             if row.refused:
                 continue
@@ -188,8 +187,8 @@ class Fit:
         """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
         whole, now = _plain(self.config)[0], self.ranks
         whole = replace(whole, kept={name: _exactly(name, some) for name, some in whole.kept.items()})
-        alone = [name for name in _saving() if not find(name).needs_ranks]
-        for sharing in (name for name in _saving() if find(name).needs_ranks):
+        alone = [name for name in _saving() if not _fit(name).needs_ranks]
+        for sharing in (name for name in _saving() if _fit(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
             for count in [now.world_size] * (now.world_size > 1) + [times * now.world_size for times in MORE_RANKS]:
                 if not ways:  # all are refused, on so many ranks as well
@@ -209,9 +208,9 @@ class Fit:
         the model takes.
         """
         way, here = _plain(self.config)[0].using(_saving()), self.ranks.local_world_size
-        for name in (each for each in available() if find(each).fits_rows_by):
+        for name in (each for each in available() if _fit(each).rows_by):
             for degree in (each for each in range(here, 1, -1) if here % each == 0):
-                chosen = {name: {find(name).fits_rows_by: degree}, **way.tree["strategies"]}
+                chosen = {name: {_fit(name).rows_by: degree}, **way.tree["strategies"]}
                 tree = way.tree | {"strategies": chosen}
                 row = self._row(replace(way, strategies=(name, *way.strategies), tree=tree), self.ranks)
                 if not row.refused:
@@ -227,7 +226,7 @@ class Fit:
             if not row.given:
                 brief = {name: each.briefly() for name, each in config.strategies.items()}
                 config = config.model_copy(update={"strategies": brief})
-            plans = plans_of(config, ranks, self.machine, say=lambda line: None)
+            plans = plans_of(config, ranks, self.machine)
             plan = max(plans, key=lambda each: each.peak(Tier.DEVICE))  # of stages, that which needs most
         except TooLargeError as short:
             tier = Tier(short.tier)
@@ -253,9 +252,13 @@ def explained(config: RunConfig, ranks: Ranks, machine: Machine) -> Iterator[Non
         raise
 
 
+def _fit(name: str) -> FitOptions:
+    return find(name).fit or FitOptions()
+
+
 def _saving() -> list[str]:
     """Names of the strategies that save memory, in the order in which they decide."""
-    names = [name for name in available() if find(name).to_fit is not None]
+    names = [name for name in available() if _fit(name).options is not None]
     return sorted(names, key=lambda name: list(Phase).index(find(name).phase))
 
 
@@ -274,9 +277,9 @@ def _plain(config: RunConfig) -> list[FitRow]:
     kept = {name: _of_machine(name, some) for name, some in given.items()}
     dropped = {*saving, *(name for name, strategy in config.strategies.items() if strategy.divides())}
     tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
-    for key in chain.from_iterable(find(name).excludes for name in saving):
-        section, name = key.split(".")
-        if section != "model" and tree[section].get(name):
+    alone = {f"strategies.{name}" for name in saving}
+    for section, name in (rule.key.split(".")[:2] for rule in rules(saving) if rule.beside in alone):
+        if section == "training" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
     model = dict(tree["model"])
     own = model.pop("lora", None)
@@ -299,14 +302,14 @@ def _plain(config: RunConfig) -> list[FitRow]:
 
 def _exactly(name: str, options: Tree) -> Tree:
     """Those of a strategy's ``options`` that give no exactness up; the others are for one rank."""
-    inexact = {key for each in find(name).to_fit_inexactly for key in each["strategies"][name]}
+    inexact = {key for each in _fit(name).inexactly for key in each["strategies"][name]}
     return {key: value for key, value in options.items() if key not in inexact}
 
 
 def _of_machine(name: str, options: Tree) -> Tree:
     """Those of a strategy's ``options`` that stay as they are, without defaults."""
     kind = find(name)
-    stay = {key: options[key] for key in kind.of_machine if key in options}
+    stay = {key: options[key] for key in _fit(name).kept if key in options}
     return {key: value for key, value in stay.items() if value != kind.model_fields[key].default}
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from deepstow.strategies.backends.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
 from deepstow.strategies.core.plan import Conflict, Plan, Tier
-from deepstow.strategies.core.protocol import MemoryRefusal, Refusal, Requirement
+from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Requirement
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.trainer.errors import ConfigError, TooLargeError
-from deepstow.trainer.machine import block_timing, gemm_timing
+from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import peak_flops
 from deepstow.trainer.model import attention, build
 from deepstow.trainer.model.shrink import PER_LAYER
@@ -50,11 +50,8 @@ def plan_of(
     machine: Machine,
     *,
     resumes: bool = False,
-    tune: bool = False,
-    say: Callable[[str], None] = print,
 ) -> Plan:
-    """The plan of a run. With ``tune`` matrix products of linear layers are measured, if a strategy needs that and it
-    has not been done yet. On a single machine the block times are used that an earlier run in the same folder measured;
+    """The plan of a run. On a single machine the block times are used that an earlier run in the same folder measured;
     a run that ``resumes`` uses those that it started with.
 
     Raises:
@@ -66,8 +63,6 @@ def plan_of(
         known = narrowed(config, whole, ranks.rank)
     except Refusal as refused:
         raise _located(config, refused) from None
-    if known.linears:
-        known = gemm_timing.for_config(config, known, ranks, machine, tune=tune, say=say)
     if Requirement.BLOCK_TIMES in requirements_of(config.strategies) and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=block_timing.read(folder, known, "unit_times" if resumes else "measured"))
@@ -109,8 +104,8 @@ def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> l
 
 def budget_of(config: RunConfig, plan: Plan) -> int:
     """Bytes of the device that the run may use, for what comes before training as well."""
-    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
-    return min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
+    allowed = (each.budget(plan.facts) for each in config.strategies.values() if isinstance(each, HasBudget))
+    return min([plan.facts.machine.device_bytes, *allowed])
 
 
 def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
@@ -155,8 +150,6 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             strategy.check_installed()
         except Refusal as refused:
             found.append(refused)
-        if config.training.max_steps > 0:
-            found += strategy.refuses_steps(config.training.max_steps)
     if installed:
         from deepstow.strategies.engine.memory import accelerator
 
@@ -260,7 +253,8 @@ def _why_unusable(folder: Path) -> str:
 
 def advice(config: RunConfig, plan: Plan) -> list[str]:
     """Lines for people: the changes of the config that would gain the most."""
-    found = [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]
+    placing = (each for each in config.strategies.values() if isinstance(each, HasBudget))
+    found = [line for each in placing for line in each.suggest(plan)]
     peak = peak_flops(plan.facts.machine.name)
     if config.training.bf16 and "fp16" in peak and "bf16" not in peak:
         faster = f"fp16's are up to {peak['fp16'] / peak['fp32']:.0f} times as fast"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import degrees as degrees_of
 from deepstow.strategies.core.compression import Compression
-from deepstow.strategies.core.facts import Facts, Param, Rates, UnitKind
-from deepstow.strategies.core.protocol import Axis, Refusal
+from deepstow.strategies.core.facts import EXPERT, Facts, Param, Rates, UnitKind
+from deepstow.strategies.core.protocol import Axis, HasBudget, Refusal
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.activation_policy import by_policy
 from deepstow.strategies.planner.cluster import Cluster, Wire
@@ -123,7 +123,7 @@ def search(
 
 def _options(config: RunConfig, facts: Facts, *, lossy: bool) -> Options:
     """What the search may vary, by what the config has besides."""
-    budgets = (strategy.budget(facts) for strategy in config.strategies.values())
+    budgets = (each.budget(facts) for each in config.strategies.values() if isinstance(each, HasBudget))
     in_chunks = config.strategies.get(keys.CHUNKS)
     beside = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
     try:
@@ -271,7 +271,7 @@ class Shares:
             check_model(config, config_of(config))  # which counts that are kept do not
             found = narrowed(config, found, 0)
             for param in found.params:
-                if any(each.ways(param.name) > 1 for each in config.strategies.values()):
+                if EXPERT.search(param.name):
                     experts[param.unit] += param.num_elements
         head = next((unit.name for unit in found.units if unit.kind is UnitKind.HEAD), None)
         params = [
@@ -287,4 +287,4 @@ class Shares:
         ]
         params += [Param(f"{unit}: experts", unit, size, "float32", 0) for unit, size in experts.items()]
         run = replace(found.run, stages=1, tensor=1, model_params=0, model_flops=0)
-        return replace(found, run=run, params=tuple(params), linears=())
+        return replace(found, run=run, params=tuple(params))

@@ -28,7 +28,6 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from deepstow.strategies.core.sizes import human, human_duration, human_number
-from deepstow.strategies.engine.forward.routed_linear import weights_changed
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.distributed.ranks import limit_groups
@@ -133,15 +132,6 @@ class Meter(TrainerCallback):
 
     on_epoch_end = on_step_end
     on_evaluate = on_save
-
-
-class StepSeen(TrainerCallback):
-    """Tells linear layers that keep a second copy of their weight about each optimizer step."""
-
-    def on_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        weights_changed(model)
-
-    on_train_begin = on_optimizer_step
 
 
 class Watched(TrainerCallback):

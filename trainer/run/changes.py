@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepstow.strategies.backends.tensor_shards import Shard
-from deepstow.strategies.core.compose import in_order
-from deepstow.strategies.core.facts import Precision
+from deepstow.strategies.core.compose import degrees, in_order
+from deepstow.strategies.core.facts import EXPERT, Precision
+from deepstow.strategies.core.protocol import Axis
 from deepstow.strategies.engine.forward.compiled import compile_blocks
 from deepstow.strategies.engine.tensors.quantised import is_quantised
 from deepstow.trainer.model.build import with_lora
@@ -31,12 +32,11 @@ def loads_spans(config: RunConfig, plan: Plan) -> bool:
 
 def shards(weights: PreTrainedModel, config: RunConfig, rank: int) -> dict[str, Shard]:
     """The parts that ``rank`` has of parameters of which it is given some rows alone."""
-    found = {}
-    for strategy in in_order(config.strategies).values():
-        for name, param in weights.named_parameters():
-            if (ways := strategy.ways(name)) > 1:
-                sizes = (len(param) // ways,) * ways
-                found[name] = Shard(0, sizes, rank % ways, tuple(param.shape))
+    ways, found = degrees(config.strategies).get(Axis.EXPERTS, 1), {}
+    for name, param in weights.named_parameters():
+        if ways > 1 and EXPERT.search(name):
+            sizes = (len(param) // ways,) * ways
+            found[name] = Shard(0, sizes, rank % ways, tuple(param.shape))
     return found
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepstow.strategies.core.on_disk import file_bytes
+from deepstow.strategies.core.protocol import KnowsMachines
 from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.trainer.distributed.agreement import agreement
 from deepstow.trainer.errors import ConfigError
@@ -38,7 +39,7 @@ def refuse(config: RunConfig, ranks: Ranks) -> None:
         return
     with agreement(ranks, TIMEOUT_S) as together:
         firsts = together.gathered(ranks.rank - ranks.local_rank)
-    for strategy in config.strategies.values():
+    for strategy in (each for each in config.strategies.values() if isinstance(each, KnowsMachines)):
         for refused in strategy.refuses_machines(firsts):
             raise config.error(refused.key, refused.value, refused.cure)
 

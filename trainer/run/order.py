@@ -68,7 +68,6 @@ from deepstow.trainer.run.callbacks import (
     MetricsFile,
     ProgressLine,
     SampleText,
-    StepSeen,
     sample_prompt,
 )
 from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
@@ -129,7 +128,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     tokenizer, prepared = opened(config, ranks, resumed)
     machine = machines.agreed(ranks, probe())
     with explained(config, ranks, machine):
-        plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
+        plans = plans_of(config, ranks, machine, resumes=resumed is not None)
     machines.refuse_other_plans(ranks, plans)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
@@ -392,7 +391,6 @@ def make_trainer(run: Run) -> Trainer:
             *([EarlyStopping(patience, threshold)] if patience is not None else []),
             *([plan_check] if plan_check else []),
             resuming.TakenOver(resuming.other(run.resumed, run.config)),
-            StepSeen(),
             meter,
         ],
     )

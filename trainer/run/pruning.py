@@ -23,7 +23,6 @@ from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from deepstow.strategies.engine.forward.blocks import find_blocks
-from deepstow.strategies.engine.forward.routed_linear import weights_changed
 from deepstow.strategies.report.table import table
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.model.pruned import matches, rounds
@@ -101,7 +100,6 @@ class Pruning(TrainerCallback):
             gone = chosen(layer.by_output(value), section.method, sparsity, norms.get(layer.name))
             layer.by_output(value).masked_fill_(gone, 0.0)
             replace(self._optimizer, layer.weight, value)
-        weights_changed(self._trainer.model)
         write_line(f"prune: {self._counted().words}, before step {state.global_step + 1}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

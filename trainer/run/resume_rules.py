@@ -28,6 +28,7 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from deepstow.strategies.core.protocol import Losses
 from deepstow.strategies.core.registry import available, find
 from deepstow.trainer.config.arguments import ALLOWABLE
 from deepstow.trainer.run import same_rows
@@ -342,9 +343,10 @@ def _of_strategies(
     trees = [tree.get("strategies", {}) for tree in (saved, now)]
     for name in sorted({*trees[0], *trees[1]} & set(available())):
         used = [find(name).of_saved(tree[name]) if name in tree else None for tree in trees]
-        ways = [each.of_these_ranks() if each else "" for each in used]
-        exchanged = [f"{way} by {many} ranks" if way else "whole" for way, many in zip(ways, ranks, strict=True)]
-        bits = [(each.in_fewer_bits() if each else "") or "moments in fp32, weights as loaded" for each in used]
+        losses = [each.losses() if each else Losses() for each in used]
+        pairs = zip((each.exchange for each in losses), ranks, strict=True)
+        exchanged = [f"{way} by {many} ranks" if way else "whole" for way, many in pairs]
+        bits = [each.bits or "moments in fp32, weights as loaded" for each in losses]
         if exchanged[0] != exchanged[1]:
             yield f"strategies.{name}", COMPRESSION, f"exchanged {exchanged[0]}", f"exchanged {exchanged[1]}"
         if bits[0] != bits[1]:

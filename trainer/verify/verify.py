@@ -29,7 +29,7 @@ from deepstow.strategies.core.cgroups import usable_cores
 from deepstow.strategies.core.compose import degrees
 from deepstow.strategies.core.layout import Site
 from deepstow.strategies.core.plan import RUN, Place
-from deepstow.strategies.core.protocol import Axis
+from deepstow.strategies.core.protocol import Axis, CutsBlocks
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.planner.memory_rows import UPDATES
@@ -92,7 +92,8 @@ def shrink(
     tree = config.tree()
     same = ("dtype", "attn_implementation", "attention_mask", "lora", "quantization_config")
     model = {key: value for key, value in tree["model"].items() if key in same}
-    least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
+    cutting = (each.least_blocks() for each in config.strategies.values() if isinstance(each, CutsBlocks))
+    least = max([layers, *cutting])
     hf_config = load_config(config.model, VOCAB)
     small = copies_of.shrink_model(hf_config, least)
     divided = degrees(config.strategies)
@@ -180,7 +181,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
 def run_on(prepared: Prepared, config: RunConfig, ranks: Ranks) -> order.Run:
     """A run on rows that are tokenised already."""
     machine = probe()
-    plan = plan_of(config, ranks, machine, tune=True)
+    plan = plan_of(config, ranks, machine)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
     return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form)
 

@@ -86,7 +86,7 @@ class Account:
 
     def _part(self, model: Model, part: Part) -> Facts:
         """The facts of a part; of its units only states and buffers are read."""
-        return replace(model.facts, units=model.units(part), params=(), linears=())
+        return replace(model.facts, units=model.units(part), params=())
 
     def _passes(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
         """Of one micro-batch, the peak without gradients and with, and what waits between forward and backward."""

@@ -132,6 +132,7 @@ def refused(run: RunFacts, beside: Mapping[str, Strategy]) -> Refused:
             slices=degrees.sequence,
             world_size=degrees.ranks,
             accumulation=degrees.micro_batches,
+            stowed="offload" in chosen,
         )
         return next(refusals({**beside, **chosen}, divided), None)
 
