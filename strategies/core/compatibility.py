@@ -49,6 +49,7 @@ class Rule(NamedTuple):
 
 
 def is_on(term: str, value_of: ValueOf) -> bool:
+    """Whether the key of ``term`` has such a value."""
     key, relation, values = parts_of(term)
     value = value_of(key)
     if not relation or value is None:
