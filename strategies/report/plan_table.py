@@ -154,6 +154,9 @@ def summary(plan: Plan) -> Iterator[str]:
             f"predicted peak per rank, {where}: {human(peak)} of {human(has[tier])} ({rest}); "
             f"training state {human(plan.states(tier))}"
         )
+    run = plan.facts.run
+    if run.evaluation_rows and run.evaluation_bytes > plan.saved_peak():
+        yield f"an evaluation of {run.evaluation_rows} rows takes the most: {human(run.evaluation_bytes)} at once"
     if (loading := loading_bytes(plan)) > plan.peak(Tier.HOST):
         yield f"while the model is loaded, per rank, host: up to {human(loading)}"
     if writing := writing_bytes(plan):

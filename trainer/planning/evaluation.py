@@ -38,6 +38,11 @@ class Evaluation:
     first: int
     more: int
 
+    @classmethod
+    def through(cls, one: int, many: int, rows: int) -> Evaluation:
+        """From the bytes of ``one`` row and of ``many``, which are so many ``rows``."""
+        return cls(one, -(-(many - one) // max(1, rows - 1)))
+
     def of(self, rows: int) -> int:
         """Bytes of so many rows at a time."""
         return self.first + (rows - 1) * self.more
@@ -118,7 +123,7 @@ def count(config: RunConfig, rows: int) -> Evaluation:
             inputs = facts.inputs_of(config, model, shape, masked=True)
             peaks.append(peak_of(model, lambda: _forward(config, model, inputs)))  # noqa: B023
     first, last = peaks
-    return Evaluation(first, -(-(last - first) // max(1, rows - 1)))
+    return Evaluation.through(first, last, rows)
 
 
 def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:
