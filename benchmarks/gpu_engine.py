@@ -136,7 +136,7 @@ def try_saved(name: str, attention: str, dtype: torch.dtype, policy: str, device
     def run() -> dict[str, Any]:
         batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches()]
         plain, model = (made(name, True, attention, dtype).to(device) for _ in range(2))
-        facts = plan_for(model, batch=micro_batches()[0], max_grad_norm=None).facts
+        facts = plan_for(model, eval_rows=0, batch=micro_batches()[0], max_grad_norm=None).facts
         recompute(model, decided(facts, POLICIES[policy]), None if device == "cpu" else paused(device), device)
         pairs = zip(steps(plain, batches * 2), steps(model, batches * 2), strict=True)
         room = room_of(model)

@@ -249,7 +249,7 @@ class Offload(Strategy):
         return device_budget(facts.machine, self.gpu_memory)
 
     def suggest(self, plan: Plan) -> list[str]:
-        found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.saved_peak())
+        found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.transient_peak())
         return [f"  {change}: about {gain:+.0%} tokens per second" for change, gain in found.items()]
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:

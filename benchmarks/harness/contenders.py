@@ -149,7 +149,9 @@ class Ours(Trained):
         prepare(model, device, compiled, attention)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
-        plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options)
+        plan = plan_for(
+            model, batch=batch, eval_rows=0, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options
+        )
         print(table(plan), flush=True)
         prepare(model, device, "", "", liger)  # whose kernels cannot be counted in a live model: planned without
         if on_disk and (plan.layout is None or not disk_bytes(plan.layout)):
@@ -200,7 +202,7 @@ class Recomputed(Plain):
         from deepstow.trainer.planning.plan_for import plan_for
 
         options: Any = find("recompute")
-        facts = plan_for(model, batch=(work.rows, work.length), max_grad_norm=work.max_grad_norm).facts
+        facts = plan_for(model, eval_rows=0, batch=(work.rows, work.length), max_grad_norm=work.max_grad_norm).facts
         # With several micro-batches gradients and saved tensors exist together, so that there is only one peak.
         facts = replace(facts, run=replace(facts.run, accumulation=2))
         if share is not None:
@@ -236,7 +238,7 @@ class Routed(Plain):
 
         strategy = find("linear").model_validate({"transpose": transpose})
         norm, batch = work.max_grad_norm, (work.rows, work.length)
-        facts = plan_for(model, batch=batch, accumulation=work.accumulation, max_grad_norm=norm).facts
+        facts = plan_for(model, batch=batch, eval_rows=0, accumulation=work.accumulation, max_grad_norm=norm).facts
         model.to(device)
         strategy.apply(model, compose({"linear": strategy}, facts))
         super().__init__(work, model, device)

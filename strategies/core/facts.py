@@ -216,6 +216,8 @@ class RunFacts(ModelNumbers):
     steps: int = 0  # of the optimizer, as the config says; 0: it says epochs
     pruned: int = 0  # elements of the parameters whose zeros stay
     largest_pruned: int = 0  # of the largest of them
+    evaluation_rows: int = 0  # at a time; 0: no evaluation is counted
+    evaluation_bytes: int = 0  # that it takes beside what is on the device between two steps
 
     def refuses_copies_of_written(self) -> str:
         """Why what keeps second copies of weights cannot train this model; empty if it can."""

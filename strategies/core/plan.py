@@ -4,11 +4,12 @@ A baseline answers everything first, so every plan is complete; strategies repla
 
 Memory arithmetic. Of a unit and a kind of tensor one rank has ``elements * element_bytes / shards`` bytes (rounded up).
 The device's peak follows forward and backward (``peak.py``); parameters, masters, moments and reserved buffers are
-alive throughout, and with accumulation the gradients of all units. Saved tensors that wait on the host have memory
-there all the time.
+alive throughout, and with accumulation the gradients of all units. An evaluation has no gradients, but may have more
+rows. Saved tensors that wait on the host have memory there all the time.
 
 If the plan has addresses, each tier is one arena, allocated at the start and never grown. On the device the peak is its
-size plus what forward and backward have besides; saved tensors that wait on the host are part of the host's arena.
+size plus what forward, backward and evaluations have besides; saved tensors that wait on the host are part of the
+host's arena.
 """
 
 from __future__ import annotations
@@ -269,8 +270,15 @@ class Plan:
     def saved_peak(self) -> int:
         """The most bytes that forward and backward have on the device besides the states."""
         kept = self.kept()
-        received = sum(reserve.num_bytes for reserve in self.reserves(Tier.DEVICE) if reserve.in_passes)
-        return received + passes_peak(kept, [0] * len(kept), self.facts.run.in_flight)
+        return self._received() + passes_peak(kept, [0] * len(kept), self.facts.run.in_flight)
+
+    def transient_peak(self) -> int:
+        """The most bytes that training or an evaluation has on the device besides the arena."""
+        return max(self.saved_peak(), self._received() + self.facts.run.evaluation_bytes)
+
+    def _received(self) -> int:
+        """Bytes of the device that are reserved outside of the arena."""
+        return sum(reserve.num_bytes for reserve in self.reserves(Tier.DEVICE) if reserve.in_passes)
 
     def units(self) -> list[Unit]:
         """The units of the facts, the head with what its loss keeps in this plan."""
@@ -313,14 +321,13 @@ class Plan:
         """Bytes of the device that are taken between two steps: by the arena, or by states without gradients."""
         if self.addresses is None:
             return self._standing(Tier.DEVICE)
-        received = sum(reserve.num_bytes for reserve in self.reserves(Tier.DEVICE) if reserve.in_passes)
-        return self.addresses.num_bytes(Tier.DEVICE) + received
+        return self.addresses.num_bytes(Tier.DEVICE) + self._received()
 
     def peak(self, tier: Tier) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
         if self.addresses is not None:
             chosen = sum(reserve.num_bytes for reserve in self.reserves(Tier.HOST) if reserve.in_passes)
-            besides = self.saved_peak() if tier is Tier.DEVICE else self.facts.machine.runtime_host_bytes + chosen
+            besides = self.transient_peak() if tier is Tier.DEVICE else self.facts.machine.runtime_host_bytes + chosen
             return self.addresses.num_bytes(tier) + besides
         kept = self.kept() if tier is Tier.DEVICE else [Saved(0, 0)] * len(self.facts.units)
         return self.peak_with(tier)(kept)
@@ -332,12 +339,13 @@ class Plan:
             standing += self.facts.machine.runtime_host_bytes + self.hosted_bytes()
         at_step = sum(reserve.num_bytes for reserve in self.reserves(tier) if reserve.when is When.STEP)
         grads = [self.num_bytes(unit.name, Kind.GRAD, tier) for unit in self.facts.units]
+        evaluation = self.facts.run.evaluation_bytes if tier is Tier.DEVICE else 0
         all_along = sum(grads) if self.facts.run.accumulation > 1 else 0
         landing, stepping = [0] * len(grads) if all_along else grads, sum(grads) + at_step
 
         def peak(kept: Sequence[Saved]) -> int:
             passes = passes_peak(kept, landing, self.facts.run.in_flight)
-            return standing + max(stepping, all_along + passes)
+            return standing + max(stepping, all_along + passes, evaluation)
 
         return peak
 

@@ -76,7 +76,7 @@ def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Kee
 
 
 def _placement_search(plan: Plan, request: OffloadRequest) -> PlacementSearch:
-    return PlacementSearch(plan.facts_as_kept(), request, plan.saved_peak(), plan.hosted_bytes() + _beside(plan))
+    return PlacementSearch(plan.facts_as_kept(), request, plan.transient_peak(), plan.hosted_bytes() + _beside(plan))
 
 
 def _beside(plan: Plan) -> int:

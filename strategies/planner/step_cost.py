@@ -5,7 +5,10 @@ Backward takes twice the forward, less the gradients of frozen weights, plus wha
 Hugging Face's checkpointing; else as counted, see ``activation_policy.py``). A unit's part of the operations is its
 part of the weights that matrix products read: all but the embedding's, and a tied table counts for the head.
 Attention's own products are distributed likewise. A device that is given operators one by one cannot be faster than
-the host launches them, forward's and backward's as counted (of a backward that could not be, twice as many).
+the host launches them, forward's and backward's as counted (of a backward that could not be, twice as many). Nor is it
+faster than its memory is read and written by operators without products: norms, rotary embeddings, casts, activations,
+counted of a block's forward and twice as much in backward. Quantised weights are unpacked before each product: packed
+bytes are read, and weights in the format of compute are written.
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written; or by launching its kernels, a few for each stretch in mixed precision. An update on the host touches 32 bytes
@@ -206,11 +209,28 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
             elif once_summed and unit.again == by_policy(unit, FULL).again != NO_WORK:
                 twice += repeated
         launched, again = launch_seconds(facts, unit, rates)
-        once, twice = max(once, launched), max(twice, again)
+        touching, unpacking = _touching_seconds(unit, rates), _unpacking_seconds(facts, unit, rates)
+        once = max(once, launched, touching) + unpacking
+        twice = max(twice, again, 2 * touching) + unpacking
         forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
         whole = forward if run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
-        found.append((forward, backward + whole + rates.seconds(unit.again, run.computes_in)))
+        repeated_s = rates.seconds(unit.again, run.computes_in) + unpacking * (unit.again.flops > 0)
+        found.append((forward, backward + whole + repeated_s))
     return found
+
+
+def _touching_seconds(unit: Unit, rates: Rates) -> float:
+    """Of the device's memory, for the operators of a block's forward that have no products."""
+    if unit.choices is None:
+        return 0.0
+    works = (*(operator.work for operator in unit.choices.operators), unit.choices.rest)
+    return sum(work.touched_bytes for work in works) / rates.device_bytes_per_s
+
+
+def _unpacking_seconds(facts: Facts, unit: Unit, rates: Rates) -> float:
+    """Of the device's memory, to unpack the quantised weights of ``unit`` once."""
+    written = facts.run.computes_in.element_bytes * unit.quantised
+    return (unit.quantised_bytes + written) / rates.device_bytes_per_s
 
 
 def launch_seconds(facts: Facts, unit: Unit, rates: Rates) -> tuple[float, float]:

@@ -53,6 +53,7 @@ def lines(
     yield ""
     yield f"{answer.tried:,} looked at; {answer.fitting:,} run here and fit; {answer.priced} of them simulated"
     yield from left_out(answer)
+    yield from (f"nearest of the faster that do not fit: {line}" for line in _lacking(answer))
     yield from (f"not tried: {why}" for why in not_tried)
     if answer.firsts:
         ends = " and ".join(f"{shape(each.degrees)} with ZeRO {each.degrees.zero}" for each in answer.firsts)
@@ -137,10 +138,13 @@ def left_out(answer: Answer) -> Iterator[str]:
 
 def nothing_fits(answer: Answer) -> Iterator[str]:
     """What is missing, for those that lack least, and what would fit if it could be run."""
+    yield from (f"  {line}" for line in (*_lacking(answer), *left_out(answer)))
+
+
+def _lacking(answer: Answer) -> Iterator[str]:
     for each in answer.nearest:
         short = {"device": each.device, "host": each.host}
         lacks = " and ".join(f"{human(size)} of {name} memory" for name, size in short.items() if size)
         exact = each.degrees.offload is Stowed.NOTHING
         about = "" if exact else " (estimated; the config without --search says exactly)"
-        yield f"  {words(each.degrees)}: lacks {lacks} per rank{about}"
-    yield from (f"  {line}" for line in left_out(answer))
+        yield f"{words(each.degrees)}: lacks {lacks} per rank{about}"

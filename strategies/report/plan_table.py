@@ -154,6 +154,10 @@ def summary(plan: Plan) -> Iterator[str]:
             f"predicted peak per rank, {where}: {human(peak)} of {human(has[tier])} ({rest}); "
             f"training state {human(plan.states(tier))}"
         )
+    run = plan.facts.run
+    yield from _whole_experts(plan)
+    if run.evaluation_rows and run.evaluation_bytes > plan.saved_peak():
+        yield f"an evaluation of {run.evaluation_rows} rows takes the most: {human(run.evaluation_bytes)} at once"
     if (loading := loading_bytes(plan)) > plan.peak(Tier.HOST):
         yield f"while the model is loaded, per rank, host: up to {human(loading)}"
     if writing := writing_bytes(plan):
@@ -165,6 +169,16 @@ def summary(plan: Plan) -> Iterator[str]:
         yield words(
             plan.facts, spans=plan.layout is not None and any(bucket.shards > 1 for bucket in plan.layout.buckets)
         )
+
+
+def _whole_experts(plan: Plan) -> Iterator[str]:
+    """That experts which are one tensor stay as they are beside quantised linear layers."""
+    blocks = [unit for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
+    packed = sum(unit.quantised for unit in blocks)
+    whole = sum(unit.num_params - unit.num_trainable for unit in blocks) - packed
+    if plan.facts.run.num_experts and 0 < packed < whole:
+        size = human(whole * plan.facts.run.frozen_bytes)
+        yield f"fused experts are not quantised: {size} stay as they are, since bitsandbytes packs linear layers alone"
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------

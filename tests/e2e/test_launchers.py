@@ -28,7 +28,7 @@ LAUNCHERS_OWN = {
 OURS = [
     r"data: .*",
     r"plan: 0\.1 M parameters, 0\.1 M trainable, fp32, (1 rank|2 ranks) on cpu, \d+ tokens per optimizer step",
-    r"unit +home .*",
+    r"unit +tier .*",
     r"-{50,}",
     r"(embedding|model\.layers\.0\.\.1 x2|head)  .*",
     r"predicted peak per rank, .*",

@@ -304,7 +304,7 @@ def planned(facts: Facts, *, zero: Mapping[str, Any] | None = None, debug: bool 
 def least(model: nn.Module, *, batch: Any = None, max_grad_norm: float | None, **known: Any) -> Plan:
     """The planner's plan at the smallest budget that it does not refuse."""
     counted = {name: known.pop(name) for name in ("machine", "world_size") if name in known}
-    return least_of(plan_for(model, batch=batch, max_grad_norm=max_grad_norm, **counted).facts, **known)
+    return least_of(plan_for(model, eval_rows=0, batch=batch, max_grad_norm=max_grad_norm, **counted).facts, **known)
 
 
 def least_of(facts: Facts, **known: Any) -> Plan:

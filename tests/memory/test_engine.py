@@ -46,7 +46,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 @cache
 def facts_of(name: str, dtype: torch.dtype, norm: float | None) -> Facts:
     """Counted once for all options."""
-    return plan_for(model_of(MODELS[name]).to(dtype), batch=(ROWS, LENGTH), max_grad_norm=norm).facts
+    return plan_for(model_of(MODELS[name]).to(dtype), eval_rows=0, batch=(ROWS, LENGTH), max_grad_norm=norm).facts
 
 
 def plan_of(

@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.engine import stow
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
@@ -14,6 +18,7 @@ from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.profiles import profile
 from deepstow.trainer.planning import evaluation
 from deepstow.trainer.planning.from_config import plan_of
+from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.live import Live
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB, run_config
@@ -50,6 +55,43 @@ def test_what_it_takes_is_what_is_planned(case: str, tmp_path: Path) -> None:
     found = run_world(1, measured, config, deepspeed=False)
     assert found == pytest.approx(evaluation.count(config, ROWS).of(ROWS), rel=0.05)
     assert found < 6.5 * ROWS * LENGTH * WORDS, "logits, under autocast in fp32 as well, and a chunk of them"
+
+
+@pytest.mark.parametrize("rows", [None, 16])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_plan_made_in_python_counts_it(rows: int | None, chunked: bool) -> None:
+    """Of words so many that the casts of the logits are most of it."""
+    config = transformers.LlamaConfig(**{**LLAMA, "vocab_size": 16_000, "use_cache": False})
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    how: dict[str, Any] = {"site": "host", "weights": "streamed", "cross_entropy": {"chunked": chunked}}
+    plan = plan_for(model, batch=(1, LENGTH), max_grad_norm=1.0, eval_rows=rows, **how)
+    taken = rows or evaluation.DEFAULT
+    assert plan.facts.run.evaluation_rows == taken
+    optimizer = stow(model, plan, device="cpu")
+    model.eval()
+    ids = torch.zeros(taken, LENGTH, dtype=torch.long)
+    with torch.no_grad(), Live() as live:
+        model(input_ids=ids, labels=ids, attention_mask=torch.zeros_like(ids))
+    optimizer.close()
+    assert plan.peak(Tier.DEVICE) == pytest.approx(optimizer.device_bytes + live.peak, rel=0.01)
+
+
+def test_a_plan_made_in_python_leaves_room_for_it() -> None:
+    """Rows that nobody named are lowered; those that are named move the state away, or are refused."""
+    config = transformers.LlamaConfig(**{**LLAMA, "vocab_size": 2048, "hidden_size": 128, "use_cache": False})
+    model = transformers.LlamaForCausalLM(config)
+
+    def planned(rows: int | None, budget: int) -> Plan:
+        return plan_for(model, batch=(1, LENGTH), max_grad_norm=1.0, gpu_memory=budget, eval_rows=rows)
+
+    budget = planned(0, 1 << 40).peak(Tier.DEVICE)
+    beside = planned(None, budget)
+    assert 0 < beside.facts.run.evaluation_rows < evaluation.DEFAULT
+    away = planned(evaluation.DEFAULT, budget)
+    assert away.facts.run.evaluation_rows == evaluation.DEFAULT and away.beside() < beside.beside()
+    assert max(beside.peak(Tier.DEVICE), away.peak(Tier.DEVICE)) <= budget
+    with pytest.raises(ValueError, match=r"^eval_rows = 512: .* beside training . fit$"):
+        planned(512, budget)
 
 
 def within(budget: str, rows: int | None, **training: Any) -> tuple[RunConfig, Plan]:

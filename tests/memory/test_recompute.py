@@ -41,7 +41,7 @@ def model_of(name: str, attention: str, dtype: torch.dtype = torch.float32) -> A
 def facts_of(name: str, attention: str, dtype: torch.dtype) -> Facts:
     """Counted once for all policies."""
     model = model_of(name, attention, dtype)
-    return plan_for(model, batch=padded(64), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
+    return plan_for(model, eval_rows=0, batch=padded(64), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
 
 
 def plan_of(facts: Facts, policy: str) -> Plan:

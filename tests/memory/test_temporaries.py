@@ -52,7 +52,9 @@ def model_of(name: str, dtype: torch.dtype) -> Any:
 @cache
 def facts_of(name: str, dtype: torch.dtype) -> Facts:
     model = model_of(name, dtype)
-    facts = plan_for(model, batch=padded(model.config.vocab_size), max_grad_norm=None, machine=MACHINE).facts
+    facts = plan_for(
+        model, eval_rows=0, batch=padded(model.config.vocab_size), max_grad_norm=None, machine=MACHINE
+    ).facts
     return replace(facts, run=replace(facts.run, trained_bytes=dtype.itemsize))  # plain training, without masters
 
 

@@ -161,9 +161,9 @@ class Gated(nn.Module):
 def test_saved_bytes_are_those_of_the_partitioner() -> None:
     """Counted on fake tensors: what compiled blocks really save, which is less than eager ones do here."""
     batch = {name: one.clone() for name, one in tokens("llama", 1)[0].items()}
-    eager = plan_for(Net(Gated), batch=batch, max_grad_norm=None, machine=MACHINE).facts
+    eager = plan_for(Net(Gated), eval_rows=0, batch=batch, max_grad_norm=None, machine=MACHINE).facts
     model = made(lambda: Net(Gated), "inductor")
-    facts = plan_for(model, batch=batch, max_grad_norm=None, machine=MACHINE).facts
+    facts = plan_for(model, eval_rows=0, batch=batch, max_grad_norm=None, machine=MACHINE).facts
     for unit in (unit for unit in facts.units if unit.kind is UnitKind.BLOCK):
         other = eager.unit(unit.name)
         assert unit.choices is not None and unit.choices.operators == (), "kept as one"
@@ -200,7 +200,7 @@ def test_what_inductor_generates(kind: str) -> None:
         assert differences(expected, found) == [], policy
     assert graphs() == 1
     assert differences(expected, plain(build(kind), batches, max_norm=0.05)) != []
-    facts = plan_for(made(kind, "inductor"), batch=batches[0], max_grad_norm=None, machine=MACHINE).facts
+    facts = plan_for(made(kind, "inductor"), eval_rows=0, batch=batches[0], max_grad_norm=None, machine=MACHINE).facts
     model = made(kind, "inductor")
     with count_saved(model) as storages:
         loss = model(**batches[0]).loss

@@ -170,7 +170,7 @@ def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
         return model_of(config).to(BF16).train()
 
     model = made()
-    facts = plan_for(model, max_grad_norm=0.0, batch=(2, 16)).facts
+    facts = plan_for(model, max_grad_norm=0.0, eval_rows=0, batch=(2, 16)).facts
     state = 12 * sum(param.numel() for param in model.parameters())
     given: Any = {"site": "host", "disk": str(tmp_path), "disk_memory": "64MiB", "host_memory": state // 3}
     plan = planned(facts, **given)
@@ -197,7 +197,7 @@ def test_two_bytes_per_parameter_of_the_host(tmp_path: Path, monkeypatch: pytest
     """State of embedding and head goes there, too, and its pieces are small beside a bucket."""
     monkeypatch.setattr(places, "Layout", partial(Layout, window_elements=1024))
     config = MODELS["llama"] | {"vocab_size": 4096, "tie_word_embeddings": False}
-    facts = plan_for(model := model_of(config).to(BF16).train(), max_grad_norm=1.0, batch=(2, 16)).facts
+    facts = plan_for(model := model_of(config).to(BF16).train(), max_grad_norm=1.0, eval_rows=0, batch=(2, 16)).facts
     number = sum(param.numel() for param in model.parameters())
     given: Any = {"site": "host", "weights": "streamed", "disk_memory": "64MiB", "host_memory": 5 * number // 2}
     plan = planned(facts, disk=str(tmp_path), **given)

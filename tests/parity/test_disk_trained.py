@@ -55,7 +55,7 @@ def test_the_planner_puts_there_what_the_host_has_no_room_for(tmp_path: Path, mo
         return model_of(MODELS["llama"] | sizes).to(BF16).train()
 
     model = made()
-    facts = plan_for(model, max_grad_norm=0.0, batch=(1, 8)).facts
+    facts = plan_for(model, max_grad_norm=0.0, eval_rows=0, batch=(1, 8)).facts
     weights = 2 * sum(param.numel() for param in model.parameters())
     given: Any = {
         "gpu_memory": 9 * weights // 20, "bucket_size": "128KiB", "disk": str(tmp_path), "disk_memory": "64MiB",

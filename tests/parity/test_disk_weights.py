@@ -115,7 +115,7 @@ def test_the_planner_puts_there_what_the_host_has_no_room_for(tmp_path: Path) ->
     sizes = {"num_hidden_layers": 12, "vocab_size": 32, "hidden_size": 192, "intermediate_size": 384}
     made = partial(base, BF16, MODELS["llama"] | sizes)
     model = made()
-    facts = plan_for(model, max_grad_norm=0.0, batch=(1, 8)).facts
+    facts = plan_for(model, max_grad_norm=0.0, eval_rows=0, batch=(1, 8)).facts
     weights = 2 * sum(param.numel() for param in model.parameters())
     given: Any = {
         "gpu_memory": weights // 3,
@@ -149,7 +149,9 @@ def test_the_planner_puts_there_what_the_host_has_no_room_for(tmp_path: Path) ->
 @pytest.mark.parametrize("drives", [1, 3])
 def test_the_files_are_within_what_they_may_take(drives: int) -> None:
     """Weights are whole on one drive each, so that their files are uneven."""
-    facts = plan_for(base(BF16, MODELS["llama"] | {"num_hidden_layers": 12}), max_grad_norm=0.0, batch=(2, 16)).facts
+    facts = plan_for(
+        base(BF16, MODELS["llama"] | {"num_hidden_layers": 12}), max_grad_norm=0.0, eval_rows=0, batch=(2, 16)
+    ).facts
     given: Any = {"weights": "streamed", "disk": [f"/{number}" for number in range(drives)], "bucket_size": "4KiB"}
     taken = set[int]()
     for most in range(64 << 10, 256 << 10, 8 << 10):

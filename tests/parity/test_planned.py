@@ -39,7 +39,12 @@ MACHINES = {
 
 def facts_of(model: Any, machine: str, loop: dict[str, Any]) -> Facts:
     known = plan_for(
-        model, batch=(2, 8), accumulation=loop["accumulation"], max_grad_norm=loop["max_norm"], site="device"
+        model,
+        eval_rows=0,
+        batch=(2, 8),
+        accumulation=loop["accumulation"],
+        max_grad_norm=loop["max_norm"],
+        site="device",
     ).facts
     here = replace(known.machine, rates=MACHINES[machine], device_bytes=1 << 40, host_bytes=1 << 40)
     return replace(known, run=replace(known.run, forward_flops=32 * known.num_params), machine=here)

@@ -78,7 +78,11 @@ def micro_batches() -> list[dict[str, Tensor]]:
 @cache
 def facts_of(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Facts:
     return plan_for(
-        made(name, dropout, attention, dtype), batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE
+        made(name, dropout, attention, dtype),
+        eval_rows=0,
+        batch=micro_batches()[0],
+        max_grad_norm=None,
+        machine=MACHINE,
     ).facts
 
 
@@ -204,7 +208,9 @@ def _recompute(model: nn.Module, name: str, policy: str) -> None:
 @cache
 def _facts(name: str, dtype: torch.dtype) -> Facts:
     """Counted once for all policies."""
-    return plan_for(build(name, dtype=dtype), batch=tokens(name, 1)[0], max_grad_norm=None, machine=MACHINE).facts
+    return plan_for(
+        build(name, dtype=dtype), eval_rows=0, batch=tokens(name, 1)[0], max_grad_norm=None, machine=MACHINE
+    ).facts
 
 
 @pytest.mark.parametrize("policy", ["selective", "full", "selective, on the host"])
@@ -219,7 +225,8 @@ def test_with_adapters_and_frozen_weights(policy: str) -> None:
 
     model = adapted()
     plan = decided(
-        plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts, POLICIES[policy]
+        plan_for(model, eval_rows=0, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts,
+        POLICIES[policy],
     )
     find("recompute")(**POLICIES[policy]).apply(model, plan)
     assert sum(checkpointed(module) is not None for module in model.modules()) == 3

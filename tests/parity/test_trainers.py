@@ -64,6 +64,7 @@ def test_moments_in_fewer_bits(tmp_path: Path) -> None:
         TRAINERS["Trainer"], lambda base: stowed(base, moments_as="int8", weights="streamed"), str(tmp_path)
     )
     assert trainer.plan.layout.moments_as == "int8"
+    assert trainer.plan.facts.run.evaluation_rows == trainer.args.per_device_eval_batch_size > 0
     _, alone, _ = trained(TRAINERS["Trainer"], lambda base: base, str(tmp_path))
     apart = [(weights[name] - value).norm() / value.norm() for name, value in alone.items()]
     assert 0 < max(apart) < 0.05

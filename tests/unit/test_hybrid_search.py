@@ -236,6 +236,16 @@ def test_lossy_exchanges_are_offered_where_they_are_asked_for() -> None:
     assert all(each is not None and "16 bits already" in each.cure for each in why)
 
 
+def test_the_nearest_of_the_faster_are_named_where_others_fit() -> None:
+    answer = priced(model(device=400_000), cluster(), Options())
+    assert answer.best and answer.nearest
+    models = Models(known(model()))
+    for each in answer.nearest:
+        assert max(each.device, each.host) > 0
+        assert Pricing(models, cluster(), RATES).least(each.degrees) < answer.best[0].price.seconds
+    assert not priced(model(), cluster(), Options()).nearest, "all of them fit"
+
+
 def test_nothing_fits() -> None:
     answer = priced(model(device=1000), cluster(), Options())
     assert not answer.best and 0 < len(answer.nearest) <= 3

@@ -102,6 +102,14 @@ def test_totals_say_what_is_free_or_too_much() -> None:
     assert len(list(summary(with_memory(1 << 20, 1 << 10).amend([split], by="zero")))) == 2
 
 
+def test_fused_experts_that_stay_as_they_are_are_said() -> None:
+    packed = replace(block(0, 1000, num_trainable=0), quantised=100, quantised_bytes=50)
+    plan = Plan.baseline(facts(packed, num_experts=4, frozen_bytes=2))
+    assert sum(line.startswith("fused experts are not quantised: 1.8 KiB stay") for line in summary(plan)) == 1
+    for dense in (facts(packed, frozen_bytes=2), facts(replace(packed, quantised=950), num_experts=4, frozen_bytes=2)):
+        assert not any("experts" in line for line in summary(Plan.baseline(dense)))
+
+
 def test_without_an_accelerator_the_device_is_the_host() -> None:
     lines = list(summary(Plan.baseline(facts(machine=CPU))))
     assert len(lines) == 1

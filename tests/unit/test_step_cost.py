@@ -35,7 +35,7 @@ from deepstow.strategies.planner.tasks import Resource, build_tasks
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report import full_report
 from deepstow.trainer.run.saving import estimated_bytes
-from tests.helpers.fakes import GPU
+from tests.helpers.fakes import GPU, choosing
 from tests.helpers.layouts import facts_of
 
 FAST = replace(
@@ -263,6 +263,32 @@ def test_a_device_is_no_faster_than_the_host_launches_its_operators() -> None:
         )
         on_cpu = replace(about, machine=replace(about.machine, name="cpu"))
         assert sum(map(sum, unit_seconds(on_cpu, rates))) == pytest.approx(15.0)
+
+
+def test_a_unit_is_no_faster_than_the_device_reads_and_writes_what_it_touches() -> None:
+    """One second of products forward and two back; of what is touched as much at 1 TB/s, or five times."""
+    rates = replace(FAST, device_bytes_per_s=1e12)
+    for touched, block in ((10**12, 3.0), (5 * 10**12, 5.0 + 10.0)):
+        rest = Work(touched_bytes=touched)
+        units = [choosing(unit, rest=rest) if unit.kind is UnitKind.BLOCK else unit for unit in known().units]
+        seconds = unit_seconds(replace(known(rates), units=tuple(units)), rates)
+        assert sum(seconds[1]) == pytest.approx(block) and sum(seconds[-1]) == pytest.approx(3.0)
+
+
+def test_quantised_weights_are_unpacked_for_each_product() -> None:
+    """Half a byte of each read and four written: forward, backward, and where forward runs again."""
+    rates = replace(FAST, device_bytes_per_s=1e6)
+
+    def seconds(packed: int, again: Work) -> float:
+        about = known(rates)
+        blocks = [
+            replace(unit, num_trainable=0, again=again, quantised=packed, quantised_bytes=packed // 2)
+            for unit in about.units
+        ]
+        return sum(unit_seconds(replace(about, units=tuple(blocks), params=()), rates)[1])
+
+    for again, times in ((Work(), 2), (Work(flops=1), 3)):
+        assert seconds(BLOCK, again) - seconds(0, again) == pytest.approx(times * 4.5 * BLOCK / 1e6)
 
 
 def test_operations_follow_the_weights_that_products_read() -> None:

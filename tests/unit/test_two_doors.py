@@ -125,7 +125,7 @@ def test_both_doors_know_the_same(name: str, tmp_path: Path, monkeypatch: pytest
     with torch.autocast("cpu", torch.float16, enabled=bool(config.training.fp16)):
         plan = plan_for(
             model, groups_of(model), batch=batch, machine=MACHINE, max_grad_norm=config.training.max_grad_norm,
-            accumulation=config.training.gradient_accumulation_steps, **case.offload, **case.live,
+            eval_rows=0, accumulation=config.training.gradient_accumulation_steps, **case.offload, **case.live,
         )  # fmt: skip
     assert set(differences(facts, plan.facts)) <= MAY_DIFFER.keys()
     assert plan.layout == compose(config.strategies, facts).layout
@@ -166,9 +166,9 @@ def test_autocast_is_computed_with_at_its_rate() -> None:
     """As any Trainer with bf16=True does it: weights and gradients in fp32, products in bf16."""
     config = run_config(LLAMA)
     model = build.build(config.model, config_of(config), seed=0, partitioned=False)
-    plain = plan_for(model, batch=(2, 16), max_grad_norm=1.0, machine=MACHINE).facts
+    plain = plan_for(model, eval_rows=0, batch=(2, 16), max_grad_norm=1.0, machine=MACHINE).facts
     with torch.autocast("cpu", torch.bfloat16):
-        cast = plan_for(model, batch=(2, 16), max_grad_norm=1.0, machine=MACHINE).facts
+        cast = plan_for(model, eval_rows=0, batch=(2, 16), max_grad_norm=1.0, machine=MACHINE).facts
     assert (cast.run.precision, cast.run.computes_in) == (Precision.FP32, Precision.BF16)
     assert {param.dtype for param in cast.params} == {"float32"}
     assert cast.units != plain.units

@@ -38,6 +38,11 @@ class Evaluation:
     first: int
     more: int
 
+    @classmethod
+    def through(cls, one: int, many: int, rows: int) -> Evaluation:
+        """From the bytes of ``one`` row and of ``many``, which are so many ``rows``."""
+        return cls(one, -(-(many - one) // max(1, rows - 1)))
+
     def of(self, rows: int) -> int:
         """Bytes of so many rows at a time."""
         return self.first + (rows - 1) * self.more
@@ -62,14 +67,15 @@ class Taken(NamedTuple):
     line: str = ""
 
 
-def rows(config: RunConfig, plan: Plan) -> Taken:
+def rows(config: RunConfig, plan: Plan, *, masked: bool = True) -> Taken:
     """How many rows an evaluation takes. Raise ConfigError if those of the config do not fit, or not even one does."""
     given = config.training.per_device_eval_batch_size
     wanted = given or DEFAULT
     if plan.facts.run.stages > 1:
         return Taken(wanted)
     try:
-        counted = cached(config, Evaluation, lambda: count(config, wanted), what=f"evaluation of {wanted}")
+        what = f"evaluation of {wanted}{' without mask' * (not masked)}"
+        counted = cached(config, Evaluation, lambda: count(config, wanted, masked=masked), what=what)
     except Exception as error:  # forward without labels may do what the one that was counted for training does not
         return Taken(wanted, line=f"evaluation: its memory is not counted: {first_line(error)}")
     room = room_of(config, plan)
@@ -98,7 +104,7 @@ def room_of(config: RunConfig, plan: Plan) -> int:
     return max(budget_of(config, plan) - plan.beside(), plan.saved_peak())
 
 
-def count(config: RunConfig, rows: int) -> Evaluation:
+def count(config: RunConfig, rows: int, *, masked: bool = True) -> Evaluation:
     """Run one row and so many ``rows`` forward on fake tensors, without gradients, with the losses of tokens."""
     import torch
 
@@ -115,10 +121,10 @@ def count(config: RunConfig, rows: int) -> Evaluation:
         peaks = []
         for number in (1, rows):
             shape = (number * task.sequences(config), config.data.max_length)
-            inputs = facts.inputs_of(config, model, shape, masked=True)
+            inputs = facts.inputs_of(config, model, shape, masked=masked)
             peaks.append(peak_of(model, lambda: _forward(config, model, inputs)))  # noqa: B023
     first, last = peaks
-    return Evaluation(first, -(-(last - first) // max(1, rows - 1)))
+    return Evaluation.through(first, last, rows)
 
 
 def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:

@@ -6,8 +6,9 @@ blocks that are alike three run) and a few hundred megabytes. The counts are cac
 Facts of a live model come from ``plan_for.py``. Its counts and facts are made here too, by ``count_of`` and
 ``facts_of``, so that both doors to a plan say the same of the same run.
 
-Batches count as padded or packed, so that attention needs a mask. Full rows of one document each save less, where key
-and value heads are grouped about a tenth: without a mask torch's fused attention does not repeat them.
+Batches count as padded or packed, so that attention needs a mask, unless all rows are known to be full ones of one
+document each (``run/collated.py``). These save less, where key and value heads are grouped about a tenth: without a
+mask torch's fused attention does not repeat them.
 """
 
 from __future__ import annotations
@@ -79,9 +80,13 @@ def precision_of(config: RunConfig) -> Precision:
     return Precision.FP16 if config.training.fp16 else Precision.FP32
 
 
-def gather(config: RunConfig, world_size: int, local_world_size: int, machine: Machine) -> Facts:
-    """All facts of a run on ``world_size`` ranks of ``machine``. ConfigError: the model cannot be described."""
-    whole = counted(config)
+def gather(
+    config: RunConfig, world_size: int, local_world_size: int, machine: Machine, *, masked: bool = True
+) -> Facts:
+    """All facts of a run on ``world_size`` ranks of ``machine``. ``masked``: as for ``count_model``. ConfigError: the
+    model cannot be described.
+    """
+    whole = counted(config, masked=masked)
     run = run_facts(config, world_size)
     if config.prune is not None and not config.prune.is_structured:
         sizes = pruned.sizes(config.prune, whole.units, whole.params)

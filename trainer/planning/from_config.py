@@ -49,16 +49,17 @@ def plan_of(
     ranks: Ranks,
     machine: Machine,
     *,
+    masked: bool = True,
     resumes: bool = False,
 ) -> Plan:
     """The plan of a run. On a single machine the block times are used that an earlier run in the same folder measured;
-    a run that ``resumes`` uses those that it started with.
+    a run that ``resumes`` uses those that it started with. ``masked``: attention needs a mask (``run/collated.py``).
 
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts; TooLargeError: memory is not enough.
     """
     check_options(config, ranks.world_size, installed=False)
-    whole = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    whole = facts.gather(config, ranks.world_size, ranks.local_world_size, machine, masked=masked)
     try:
         known = narrowed(config, whole, ranks.rank)
     except Refusal as refused:

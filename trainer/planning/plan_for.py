@@ -10,17 +10,24 @@ not, or the other way round, would not train as it says.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.facts import Precision, RunFacts
-from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts
+from deepstow.strategies.core.plan import CHUNKS, Plan
+from deepstow.strategies.core.protocol import MemoryRefusal, Refusal, Strategy
 from deepstow.strategies.core.registry import find
+from deepstow.strategies.core.sizes import human
 from deepstow.trainer.distributed.ranks import from_environment
 from deepstow.trainer.errors import CountingError, first_line
 from deepstow.trainer.machine.probe import Machine, probe
+from deepstow.trainer.planning.evaluation import DEFAULT, Evaluation
 from deepstow.trainer.planning.facts import ModelCount, count_of, facts_of, under_autocast
 
 if TYPE_CHECKING:
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
 
     Batch = tuple[int, int] | Mapping[str, Any]
     Groups = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
+
+logger = logging.getLogger(__name__)
 
 
 def plan_for(
@@ -49,6 +58,7 @@ def plan_for(
     debug: bool = False,
     recompute: Mapping[str, Any] | None = None,
     cross_entropy: Mapping[str, Any] | None = None,
+    eval_rows: int | None = None,
     zero: Mapping[str, Any] | None = None,
     **offload: Any,
 ) -> Plan:
@@ -68,6 +78,7 @@ def plan_for(
         debug: the engine checks every use of memory that buckets share.
         recompute: options of ``strategies.recompute``. Pass the model to ``recompute(model, plan)``, too.
         cross_entropy: options of ``strategies.cross_entropy``; ``stow`` does what it decides.
+        eval_rows: rows like those of ``batch`` that are evaluated at a time; None: 8, or as many as fit in the plan.
         zero: options of ``strategies.zero``: the ranks share the training state instead of each holding all of it.
         offload: further options of ``strategies.offload``.
 
@@ -79,13 +90,12 @@ def plan_for(
     import torch.distributed as dist
 
     groups = _group_names(model, params)
-    rows, tokens = _shape(batch)
     ranks = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
     machine = machine or probe()
     autocast = _autocast(model, machine.device_kind)
     run = RunFacts(
-        micro_batch=rows,
-        sequence=tokens,
+        micro_batch=shape_of(batch)[0],
+        sequence=shape_of(batch)[1],
         accumulation=accumulation,
         max_grad_norm=max_grad_norm or 0.0,
         world_size=ranks,
@@ -99,7 +109,46 @@ def plan_for(
     strategies["cross_entropy"] = cross_entropy
     asked = {name: find(name).model_validate(given) for name, given in strategies.items() if given is not None}
     here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
-    return compose(asked, facts_of(count, run, asked, machine, here))
+    plan = compose(asked, facts_of(count, run, asked, machine, here))
+    evaluated = None if batch is None else partial(_evaluation_bytes, model, batch, autocast)
+    return _with_evaluation(asked, plan, eval_rows, evaluated)
+
+
+def _with_evaluation(
+    asked: Mapping[str, Strategy], plan: Plan, rows: int | None, count: Callable[..., int] | None
+) -> Plan:
+    """``plan``, or another, with the bytes that an evaluation of ``rows`` at a time takes. None: 8, or as many as fit
+    beside training. 0: nothing is evaluated. Raise Refusal where no plan has room for so many rows.
+
+    Args:
+        count: bytes of a number of rows, with the loss by chunks or without; None: there is no batch to count.
+    """
+    if rows == 0 or count is None:
+        return plan
+    needed = cache(partial(count, chunked=any(plan.keep(unit.name).policy == CHUNKS for unit in plan.facts.units)))
+
+    def counted(number: int) -> Facts:
+        run = replace(plan.facts.run, evaluation_rows=number, evaluation_bytes=needed(number) if number else 0)
+        return replace(plan.facts, run=run)
+
+    wanted = rows or DEFAULT
+    try:
+        size = needed(wanted)
+    except Exception as error:  # a forward without gradients may do what the one of training does not
+        logger.warning("the memory of an evaluation is not counted: %s", first_line(error))
+        return plan
+    budgets = (strategy.budget(plan.facts) for strategy in asked.values())
+    room = max(min(budget for budget in budgets if budget is not None) - plan.beside(), plan.saved_peak())
+    if size <= room:
+        return replace(plan, facts=counted(wanted))
+    if rows is not None:
+        with suppress(MemoryRefusal):
+            return compose(asked, counted(rows))
+    most = Evaluation.through(needed(1), size, wanted).fitting(room)
+    if rows is not None:
+        what = f"an evaluation of so many rows takes {human(size)} on the device at once; beside training {most} fit"
+        raise Refusal("eval_rows", rows, what)
+    return replace(plan, facts=counted(most))
 
 
 def _read_from(model: nn.Module, autocast: Precision | None) -> dict[str, Any]:
@@ -177,39 +226,84 @@ def count_live(
     """Count a live model, which is left unchanged. Every parameter is computed in its own dtype, or by ``autocast``;
     those whose names are not in ``groups`` are frozen. With no batch nothing is run. Raises CountingError.
     """
-    import torch
-
     from deepstow.trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    half = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(autocast) if autocast else None
+    half = _half(autocast)
     found = Counter(model) if batch is None else _counted(model, batch, half)
     return count_of(model, found, group_of, lambda param: str(param.dtype).removeprefix("torch."), half)
 
 
+def _half(autocast: Precision | None) -> torch.dtype | None:
+    import torch
+
+    return {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(autocast) if autocast else None
+
+
 def _counted(model: nn.Module, batch: Batch, autocast: torch.dtype | None) -> Counter:
     """Count one forward and its backward on fake tensors."""
+    from deepstow.trainer.model.temporaries import count
+
+    try:
+        with _on_fakes(model, batch, autocast) as call:
+            model.train()
+            return count(model, call)
+    except Exception as error:  # a forward may fail in any way, here only or everywhere
+        raise CountingError(
+            f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
+            f"otherwise, leave out batch=: tensors saved for backward then count as nothing"
+        ) from error
+
+
+def _evaluation_bytes(model: nn.Module, batch: Batch, autocast: Precision | None, rows: int, *, chunked: bool) -> int:
+    """The most bytes that an evaluation of so many ``rows`` like those of ``batch`` has at once. ``chunked``: with the
+    loss by chunks.
+    """
+    import torch
+
+    from deepstow.strategies.engine.forward import chunked_loss
+    from deepstow.trainer.model.temporaries import peak_of
+
+    with _on_fakes(model, _with_rows(batch, rows), _half(autocast)) as call, torch.no_grad():
+        model.eval()
+        with chunked_loss.counting(model) if chunked else nullcontext():
+            return peak_of(model, call)
+
+
+def _with_rows(batch: Batch, rows: int) -> Batch:
+    """``batch`` with another number of rows, in tensors without values."""
+    import torch
+
+    if isinstance(batch, tuple):
+        return rows, batch[1]
+    given = shape_of(batch)[0]
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != given:
+            return value
+        return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
+
+    return {name: resized(value) for name, value in batch.items()}
+
+
+@contextmanager
+def _on_fakes(model: nn.Module, batch: Batch, autocast: torch.dtype | None) -> Iterator[Callable[[], Any]]:
+    """One forward of ``model``, to be called inside, where all tensors are fake ones. Afterwards the model is as it
+    was.
+    """
     import torch
     from torch.utils._pytree import tree_map_only
 
     from deepstow.strategies.engine.tensors.quantised import counted_with
     from deepstow.trainer.model import liger
     from deepstow.trainer.model.stubs import fake_tensors, faked
-    from deepstow.trainer.model.temporaries import count
     from deepstow.trainer.model.undisturbed import undisturbed
 
-    try:
-        if liger.computes(model):  # before a GPU is given addresses that are not there
-            raise NotImplementedError("Liger's kernels need values")
-        with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor), faked(model):
-            model.train()
-            inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
-            return count(model, under_autocast(lambda: model(**inputs), autocast, _device_of(model).type))
-    except Exception as error:  # a forward may fail in any way, here only or everywhere
-        raise CountingError(
-            f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
-            f"otherwise, leave out batch=: tensors saved for backward then count as nothing"
-        ) from error
+    if liger.computes(model):  # before a GPU is given addresses that are not there
+        raise NotImplementedError("Liger's kernels need values")
+    with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor), faked(model):
+        inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
+        yield under_autocast(lambda: model(**inputs), autocast, _device_of(model).type)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -232,7 +326,7 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {name: made[value] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def _shape(batch: Batch | None) -> tuple[int, int]:
+def shape_of(batch: Batch | None) -> tuple[int, int]:
     """Rows and tokens of a batch, as the plan prints them."""
     if batch is None:
         return (1, 1)

@@ -71,6 +71,7 @@ from deepstow.trainer.run.callbacks import (
     sample_prompt,
 )
 from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
+from deepstow.trainer.run.collated import collated
 from deepstow.trainer.run.plan_check import PlanCheck
 from deepstow.trainer.run.profile import Profile
 from deepstow.trainer.run.pruning import Pruning
@@ -127,8 +128,9 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     weights = inputs.files_now(config, resumed)
     tokenizer, prepared = opened(config, ranks, resumed)
     machine = machines.agreed(ranks, probe())
+    batches = collated(config, prepared.train)
     with explained(config, ranks, machine):
-        plans = plans_of(config, ranks, machine, resumes=resumed is not None)
+        plans = plans_of(batches.config, ranks, machine, resumes=resumed is not None, masked=batches.masked)
     machines.refuse_other_plans(ranks, plans)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
@@ -140,7 +142,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form=form, weights=weights)
     before = teaching.priced(config, plan, machine)
     if prepared.eval is not None:
-        run.evaluating = evaluation.rows(config, plan)
+        evaluated = collated(config, prepared.eval)
+        run.evaluating = evaluation.rows(evaluated.config, plan, masked=evaluated.masked)
         before += [run.evaluating.line] if run.evaluating.line else []
     run.files = show_plan(run, plans, before)
     with explained(config, ranks, machine):

@@ -32,7 +32,7 @@ from deepstow.strategies.engine.model_checks import not_in_kernels
 from deepstow.strategies.engine.updating.optim import class_of
 from deepstow.trainer.errors import CountingError, first_line, write_line
 from deepstow.trainer.model.undisturbed import ForkError, in_fork, undisturbed
-from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.planning.plan_for import plan_for, shape_of
 from deepstow.trainer.run import training_state
 from deepstow.trainer.run.accelerator import StowAccelerator
 
@@ -145,14 +145,21 @@ class StowedTrainer:
 
     def _plan(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
         """With the batch of the options, or the Trainer's first one; without, if forward cannot be counted on that."""
-        if "batch" in options:
-            return plan_for(self.model, groups, **options)
+        if "batch" not in options:
+            options = {**options, "batch": self._first_call()}
+        if options["batch"] is not None and getattr(self, "eval_dataset", None) is not None:
+            # A call of the model may have two rows for each row of data, or one for all.
+            rows, args = shape_of(options["batch"])[0], self.args
+            number = -(-rows * args.per_device_eval_batch_size // args.per_device_train_batch_size)
+            options = {"eval_rows": number, **options}
         try:
-            return plan_for(self.model, groups, batch=self._first_call(), **options)
+            return plan_for(self.model, groups, **options)
         except CountingError as error:
+            if "batch" in self.stow_options:
+                raise
             assert error.__cause__ is not None
             self._not_counted(f"forward cannot be counted on tensors without values: {first_line(error.__cause__)}")
-            return plan_for(self.model, groups, **options)
+            return plan_for(self.model, groups, **{**options, "batch": None})
 
     def _not_counted(self, why: str) -> None:
         if self.args.process_index == 0:

@@ -81,7 +81,7 @@ class Answer:
         best: at most ten, the fastest first.
         tried: degrees that were looked at; ``fitting`` of them can be run and fit with as little recomputation and
             offload as that takes; ``priced`` were simulated.
-        nearest: where nothing fits, those that lack least.
+        nearest: those that lack least; where others fit, of those that would be faster than these.
         left: what strategies refuse and would have fitted, of each key the fastest.
         firsts: what would be first with the network at the hopeful and at the careful end of what is assumed.
         lossy: the fastest of each lossy exchange that fits.
@@ -193,9 +193,16 @@ class _Search:
             tried=tried,
             fitting=len(fitting),
             priced=priced,
-            nearest=() if best else tuple(_nearest(short)),
+            nearest=tuple(_nearest(self._faster(short, best[0].price.seconds) if best else short)),
             left=tuple(sorted(left.values(), key=lambda each: each.seconds)),
         )
+
+    def _faster(self, short: Sequence[Lacking], than: float) -> list[Lacking]:
+        """Those of ``short`` that could take less time ``than`` what fits; of each shape what lacks least."""
+        least: dict[object, Lacking] = {}
+        for each in sorted(short, key=lambda each: each.device + each.host):
+            least.setdefault(_kind(each.degrees), each)
+        return [each for each in least.values() if self._pricing.least(each.degrees) < than]
 
     def _grid(self) -> Iterator[Degrees]:
         """Everything that uses all ranks and the whole batch, can it be run or not; without recompute and offload."""
@@ -254,11 +261,16 @@ def _best(fitting: Sequence[tuple[Degrees, Bytes]], pricing: Pricing) -> tuple[l
     return found, priced
 
 
+def _kind(degrees: Degrees) -> object:
+    """The same for degrees that are alike to who looks for the nearest."""
+    return degrees.stages, degrees.size._replace(micro_batch=1), degrees.offload
+
+
 def _nearest(short: Sequence[Lacking]) -> Iterator[Lacking]:
     """Those that lack least, each with other degrees or offload than those before."""
     seen: set[object] = set()
     for each in sorted(short, key=lambda each: each.device + each.host):
-        kind = (each.degrees.stages, each.degrees.size._replace(micro_batch=1), each.degrees.offload)
+        kind = _kind(each.degrees)
         if kind not in seen and len(seen) < NEAREST:
             seen.add(kind)
             yield each
