@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,9 +51,22 @@ from deepstow.strategies.engine.updating.updates import Updates
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Where an engine runs, and beside whom."""
+
+    device: torch.device
+    transfer: Transfer
+    beside: bool  # updates on the host run in a thread, beside the caller
+    group: dist.ProcessGroup | None  # of ranks to average gradients over; None: there is one
+    two_level: TwoLevel | None  # how they exchange, if not all at once
+    total_norm: TotalNorm
+    debug: bool
+
+
 class Engine(Copied):
     """Drives ``model`` as ``layout`` and ``addresses`` say. Made by ``stow``, which has checked that they fit.
-    ``groups`` returns the optimizer's parameter groups; ``group``: ranks to average gradients over, None for one rank.
+    ``groups`` returns the optimizer's parameter groups.
     """
 
     def __init__(
@@ -62,17 +76,12 @@ class Engine(Copied):
         addresses: Addresses,
         rule: UpdateRule,
         groups: Callable[[], Sequence[Mapping[str, Any]]],
-        transfer: Transfer,
-        device: torch.device,
-        *,
-        group: dist.ProcessGroup | None,
-        total_norm: TotalNorm,
-        debug: bool,
-        beside: bool,
-        two_level: TwoLevel | None = None,
+        runtime: Runtime,
     ) -> None:
+        transfer, device, beside, debug = runtime.transfer, runtime.device, runtime.beside, runtime.debug
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
         self.groups, self._debug = groups, debug
+        group, two_level, total_norm = runtime.group, runtime.two_level, runtime.total_norm
         self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside, debug=debug)
         self.arena = Arena(addresses, device, self.ranks.common)
         self.disk = DiskState(layout, self.arena) if state_file_bytes(layout) else None

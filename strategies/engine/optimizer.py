@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,9 @@ from torch import Tensor, nn
 
 from deepstow.strategies.core.applied import log_stowed
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.layout import Addresses, Layout
 from deepstow.strategies.core.validate import check
-from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.engine import Engine, Runtime
 from deepstow.strategies.engine.forward import chunked_loss
 from deepstow.strategies.engine.forward.checkpointing import room_of
 from deepstow.strategies.engine.memory.accelerator import device_of
@@ -103,12 +102,16 @@ def stow(
     check(layout, place.addresses, hosted_bytes=hosted_bytes)
     if ranks > 1:
         refuse_over_ranks(layout)
-    engine = partial(
-        Engine, model, layout, place.addresses, rule, transfer=transfer or transfer_for(where), device=where,
-        group=process_group if ranks > 1 else None, total_norm=total_norm, debug=place.debug,
-        beside=where.type != "cpu" if beside is None else beside, two_level=exchange_of(plan, process_group),
-    )  # fmt: skip
-    optimizer = StowOptimizer(model, layout, params, rule, where, engine, hosts=hosted_bytes > 0)
+    runtime = Runtime(
+        device=where,
+        transfer=transfer or transfer_for(where),
+        beside=where.type != "cpu" if beside is None else beside,
+        group=process_group if ranks > 1 else None,
+        two_level=exchange_of(plan, process_group),
+        total_norm=total_norm,
+        debug=place.debug,
+    )
+    optimizer = StowOptimizer(model, layout, place.addresses, params, rule, runtime, hosts=hosted_bytes > 0)
     model.__dict__[STOWED] = optimizer
     chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()
@@ -141,10 +144,10 @@ class StowOptimizer(torch.optim.Optimizer):
         self,
         model: nn.Module,
         layout: Layout,
+        addresses: Addresses,
         params: Params | None,
         rule: UpdateRule,
-        device: torch.device,
-        make_engine: Callable[..., Engine],
+        runtime: Runtime,
         *,
         hosts: bool,
     ) -> None:
@@ -154,13 +157,13 @@ class StowOptimizer(torch.optim.Optimizer):
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
-        move_buffers(model, device)
-        self._quantised = Adopted(model, device)
-        self.engine = make_engine(groups=lambda: self.param_groups)
+        move_buffers(model, runtime.device)
+        self._quantised = Adopted(model, runtime.device)
+        self.engine = Engine(model, layout, addresses, rule, lambda: self.param_groups, runtime)
         self.scaled_loss = self.engine.ranks.scaled_loss  # for a backward of which the loss is divided by what it gives
         self._room = room_of(model) if hosts else None
         if self._room is not None:
-            self._room.use(self.engine.arena, transfer_for(device))
+            self._room.use(self.engine.arena, transfer_for(runtime.device))
         self._name_of = {id(param): name for name, param in model.named_parameters()}
         self.access = StateAccess(model, self.engine)
         self._model = model
