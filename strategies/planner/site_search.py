@@ -111,7 +111,7 @@ class SiteSearch:
         walk = _Walk(self, device_room)
         for _, placement in self._ranked(device_room)[:QUICK]:
             walk.consider(placement)
-        return None if walk.best is None else self.timed(walk.best, device_room)
+        return walk.plan()
 
     def promised(self, device_room: int) -> float | None:
         """The estimated seconds of the best mix; None if none may fit. It may turn out not to fit."""
@@ -173,17 +173,19 @@ class SiteSearch:
 
 def fastest(searches: Sequence[SiteSearch], device_room: int) -> Timed | None:
     """The fastest layout that is found, of several kinds of buckets; each search starts at the plan of the first."""
-    walks = [_Walk(search, device_room) for search in searches]
+    walks, plans = [_Walk(search, device_room) for search in searches], list[Timed | None]()
     for walk in walks:
         if walks[0].best is not None:
             walk.consider(walk.places.like(walks[0].places, walks[0].best))
         walk.mix(STAYING)
         walk.climb(walk.places.without_visiting_ends)
+        plans.append(walk.plan())
     best = min(walks, key=lambda walk: walk.seconds)
     if best.places.choices != best.places.without_visiting_ends:
         best.mix(VISITING)
         best.climb(best.places.choices)
-    return None if best.best is None else best.search.timed(best.best, device_room)
+        plans.append(best.plan())
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
 
 
 class _Walk:
@@ -197,11 +199,16 @@ class _Walk:
         self._most = int(min(MOST_TRIED, EFFORT / len(search.places.buckets)))
         self._random = Random(0)
         self._times: dict[Placement, float] = {}
+        self._room = device_room
         self.seconds = inf
         self.best: Placement | None = None
         ladder = search.places.ladder()
         as_it_is = (one for one in ladder if search.places.sizes(one).device <= device_room)
         self.consider(next(as_it_is, ladder[-1]))
+
+    def plan(self) -> Timed | None:
+        """The best so far, simulated for as many iterations as a plan's seconds are."""
+        return None if self.best is None else self.search.timed(self.best, self._room)
 
     def consider(self, placement: Placement) -> float:
         """Simulate ``placement``, once, and keep it if it is the best so far."""
@@ -318,7 +325,7 @@ class Mixer:
         first, last = ENDS[mix.ends]
         sites = dict.fromkeys(self._blocks, Site.HOST) | dict.fromkeys(self._first, first)
         sites |= dict.fromkeys(self._last, last) | dict.fromkeys(self._share(self._blocks, mix.stays), Site.DEVICE)
-        rest = [index for index in sorted(sites) if sites[index] is Site.HOST]
+        rest = [index for index in self._blocks if sites[index] is Site.HOST]
         sites |= dict.fromkeys(self._share(rest, mix.streamed), Site.STREAMED)
         sent = {*self._share([index for index in sites if sites[index] is not Site.DEVICE], mix.sent)}
         tiers = (Tier.HOST if index in sent else Tier.DEVICE for index in range(len(sites)))

@@ -84,7 +84,7 @@ def test_the_least_bytes_are_those_of_each_bucket_at_its_smallest_place(known: F
 
 @pytest.mark.parametrize(("accumulation", "max_grad_norm"), [(1, 0.0), (4, 1.0)])
 def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) -> None:
-    """Than a quarter of it, exactly; between, a climb may miss 1 % of what the one for a little less found."""
+    """A climb may miss 1 % of what the one for less memory found."""
     known = large(blocks=4, accumulation=accumulation, max_grad_norm=max_grad_norm)
     found = []
     for size in (2, 3, 4, 6, 40) if accumulation == 1 else (3, 6, 40):
@@ -172,13 +172,8 @@ def test_a_plan_is_close_to_the_best_of_all_placements(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "best", "most"),  # seconds of the best that is known, and what the search finds; without a climb, with a
-    [
-        slowly(14, 1.43256, 1.005),  # short one and from no mixes: 1.032, 1.000, 1.009
-        (86, 0.94369, 1.02),  # 1.069, 1.037, 1.000
-        slowly(8, 0.14569, 1.045),  # 1.080, 1.062, 1.359
-        (12, 0.25461, 1.02),  # without the short climbs from other ends: 1.047
-    ],
+    ("seed", "best", "most"),  # seconds of the best that is known, and what the search finds
+    [slowly(14, 1.43256, 1.02), (86, 0.94369, 1.02), slowly(8, 0.14569, 1.045), (12, 0.25461, 1.02)],
 )
 def test_a_plan_is_close_to_the_best_that_long_climbs_found(seed: int, best: float, most: float) -> None:
     """Four instances of ``benchmarks/placements.py`` that show when a part of the search does less."""
