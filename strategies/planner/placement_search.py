@@ -1,8 +1,9 @@
 """The placement search: use the device first, and offload only the excess, unless offloading more is faster.
 
 ``site_search.py`` finds a fast plan, in buckets of whole blocks and then in those whose copies are fastest, where it
-starts at the plan of whole blocks as well. Where neither fits, in the buckets that need the least of the device.
-Without known rates: the first placement that fits as it is, or the last one with offloaded weights.
+starts at the plan of whole blocks as well. Where the budget is not much more than the least, also in the buckets that
+need the least of the device: without them a larger budget had a plan that is 6 % slower. Without known rates: the first
+placement that fits as it is, or the last one with offloaded weights.
 
 Refused: budgets that nothing fits into. The least budgets are those of all placements, capacities of ``PARTS`` and
 sites that the options leave open (``least_memory.py``); the message names the least, and writing it is enough.
@@ -26,6 +27,7 @@ from deepstow.strategies.planner.places import OffloadRequest, Places
 from deepstow.strategies.planner.site_search import SiteSearch, fastest
 from deepstow.strategies.planner.spill import off_disk, spilled
 
+TIGHT = 2  # up to so many times the least, buckets that need the least are tried as well
 KEY = "strategies.offload"
 
 
@@ -66,7 +68,9 @@ class PlacementSearch:
             return None
         if not self._knows_rates:
             return self._first() or self._least_host()
-        plan = fastest(self._searches, self._device_room) or fastest([self._of(self._smallest)], self._device_room)
+        tight = self._device_room < TIGHT * _lower_bound(self._usual)
+        searches = [*self._searches, *([self._of(self._smallest)] if tight else [])]
+        plan = fastest(searches, self._device_room)
         return self._least_host() if plan is None else plan.layout
 
     @cached_property

@@ -3,12 +3,13 @@
 It starts at mixes: a share of the blocks' bytes stays on the device, evenly spread, a share of the rest is streamed,
 and embedding and head are anywhere. The best by an estimate (``estimate.py``) are worked out: they get their weights'
 schedule (``weight_schedule.py``) and are simulated. Then the shares of the best are changed. A climb goes on from
-there: a run of neighbouring buckets gets another place, or two runs do, or they exchange theirs; half of the moves are
-of whole blocks. The estimate promises too much, but about as much for neighbours: what it finds clearly slower than the
-placement that is changed is not simulated.
+there: a run of neighbouring buckets gets another place, or two runs do, or they exchange theirs. A third of the moves
+is of whole blocks, and a third of embedding and head. Of a few moves the best by the estimate is simulated. The
+estimate promises too much, but about as much for neighbours: what it finds slower than the placement that is changed
+is left out.
 
-More choices never give a slower plan where this follows from the order. All steps are done with embedding and head
-where their weights stay or the CPU updates them, and then again, from the best so far, with them streamed.
+All of this is done without streaming embedding and head, and then again, from the best plan, with it: so that choice
+never gives a slower plan.
 
 What a search tries is counted in buckets, so that large models do not take much longer than small ones. Moves are drawn
 from the same random numbers in every search: the same budget has the same plan.
@@ -47,15 +48,9 @@ STARTS = 3  # mixes that are simulated, the best by the estimate, for each place
 QUICK = 3  # for a comparison
 PARTS = 64  # that a mix counts its shares in
 # Where embedding, and then the head and all others are that are of no block.
-ENDS = (
-    *product((Site.HOST, Site.DEVICE), repeat=2),
-    *(
-        (one, other)
-        for one, other in product(Site, repeat=2)
-        if Site.STREAMED in (one, other) and Site.NONE not in (one, other)
-    ),
-)
-STAYING, VISITING = range(4), range(4, len(ENDS))
+STAYING_ENDS = tuple(product((Site.HOST, Site.DEVICE), repeat=2))
+ENDS = tuple(dict.fromkeys((*STAYING_ENDS, *product((Site.HOST, Site.DEVICE, Site.STREAMED), repeat=2))))
+STAYING, VISITING = range(len(STAYING_ENDS)), range(len(STAYING_ENDS), len(ENDS))
 Measure: TypeAlias = Callable[[Placement], float]
 
 
@@ -247,9 +242,9 @@ class _Walk:
         of_units: dict[tuple[str, ...], list[int]] = {}
         for index in movable:
             of_units.setdefault(self.places.buckets[index].units, []).append(index)
-        alone = [[index] for index in movable]
-        ends = [group for group in alone if group[0] not in self.places.of_blocks]
-        groups = [some for some in (alone, list(of_units.values()), ends) if some]  # each moves as one
+        single = [[index] for index in movable]
+        ends = [group for group in single if group[0] not in self.places.of_blocks]
+        groups = [some for some in (single, list(of_units.values()), ends) if some]  # each moves as one
         promised, tried = self._estimate(self.best), 0
         for _ in range(ROUNDS * self._most):
             draws = [_moved(self.best, choices, self._random.choice(groups), self._random) for _ in range(DRAWN)]
