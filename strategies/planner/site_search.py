@@ -38,11 +38,11 @@ from deepstow.strategies.planner.spill import off_disk, spilled
 from deepstow.strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
 from deepstow.strategies.planner.weight_schedule import WINDOW, Alone, DoesNotFit, alone, fitted, only_while_used
 
-EFFORT = 1500  # buckets in all plans of a climb that gains nothing
+EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED = 60  # its plans, of few buckets
 DRAWN = 4  # moves, of which the best by the estimate may be simulated
 ROUNDS = 10  # draws for each plan of a climb, at most
-SLOWER = 1.01  # times what is known: what is estimated to take longer is not simulated
+SLOWER = 1.03  # times what is known: what is estimated to take longer is not simulated
 WORTH = 1e-3  # a relative gain for which a climb goes on as long again
 STARTS = 3  # mixes that are simulated, the best by the estimate, for each place of embedding and head
 QUICK = 3  # for a comparison
