@@ -126,7 +126,7 @@ def chosen(plan: Plan) -> Choice:
     found: Choice = {"seconds": cost.seconds if cost else None, "keeps": _runs(keeps)}
     if layout is not None:
         every = to_jsonable_python(layout)
-        found["layout"] = {key: value for key, value in every.items() if key not in ("buckets", "units", "bound_s")}
+        found["layout"] = {key: value for key, value in every.items() if key not in ("buckets", "units")}
         given = [field for field in fields(Bucket) if field.default is not MISSING]
         default = {field.name: to_jsonable_python(field.default) for field in given}
         found["buckets"] = [

@@ -162,7 +162,6 @@ class Ours(Trained):
         self.settings = {
             **options,
             "predicted_step_s": cost.seconds if cost else None,
-            "bound_s": cost.bound if cost else None,  # no plan of these rates and this budget takes less
             "predicted_device_bytes": plan.peak(Tier.DEVICE),
             "predicted_host_bytes": plan.peak(Tier.HOST),
         }

@@ -62,7 +62,7 @@ bits of plain training. ``strategies/planner`` makes layouts, ``strategies/engin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -226,7 +226,6 @@ class Layout:
     reduction: Reduction = "exact"
     disk: tuple[str, ...] = ()
     disk_checksums: bool = True
-    bound_s: float = field(default=0.0, compare=False)  # that no plan within the budget takes less than; 0: unknown
 
     @property
     def num_ticks(self) -> int:

@@ -167,7 +167,6 @@ class Places:
         self._sendable = set(movable.gradients)
         self._hosted_always = self._leave_anyway if auto else set[int]()
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
-        # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
         self.of_blocks = {i for i, bucket in enumerate(self.buckets) if set(bucket.units) <= names}
         one_rank = request.shards == facts.run.adding_copies == 1
         ends = self._sendable - self.of_blocks if direct and one_rank and request.site in ("auto", "host") else ()
@@ -229,8 +228,6 @@ class Places:
         for each in sites:
             if site == "auto" and each is Site.DEVICE and index in self._hosted_always:
                 continue
-            if site == "auto" and each is Site.STREAMED and index not in self.of_blocks:
-                continue
             sends = index in self._sendable and each is not Site.DEVICE and self._may_send
             forced = self.request.gradients == "host" or (self._sends_early and each is Site.HOST)
             taken = index in self._taken and each is Site.HOST
@@ -260,10 +257,25 @@ class Places:
         return min(self.choices[index], key=lambda one: (order.index(one.site), one.grad_tier is not tier))
 
     def streamed(self, placement: Placement) -> Placement:
-        """``placement`` with all host updates streamed that may be; gradients wait where they did, if they may."""
+        """``placement`` with all host updates of blocks streamed that may be; gradients wait where they did, if they
+        may. Embedding and head are large: slots for their state would cost more memory than they free.
+        """
         visits = (self.nearest(index, Site.STREAMED, at.grad_tier) for index, at in enumerate(placement))
-        pairs = zip(placement, visits, strict=True)
-        return tuple(to if at.site is Site.HOST and to.site is Site.STREAMED else at for at, to in pairs)
+        pairs = enumerate(zip(placement, visits, strict=True))
+        return tuple(
+            to if index in self.of_blocks and at.site is Site.HOST and to.site is Site.STREAMED else at
+            for index, (at, to) in pairs
+        )
+
+    @property
+    def without_visiting_ends(self) -> list[tuple[Place, ...]]:
+        """The choices of which the state of embedding and head visits only if it has to."""
+        return [
+            choices
+            if index in self.of_blocks
+            else tuple(at for at in choices if at.site is not Site.STREAMED) or choices
+            for index, choices in enumerate(self.choices)
+        ]
 
     def offloadable(self, placement: Placement) -> list[int]:
         """Buckets whose weights may be offloaded."""

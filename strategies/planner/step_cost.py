@@ -53,14 +53,11 @@ LAUNCHES = 4  # kernels per stretch of an update on the device: gradient to fp32
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A simulated step. ``compute_seconds``: forward and backward without any waiting or updates; ``bound``: seconds
-    that no plan within the budget takes less than, if they are known.
-    """
+    """A simulated step. ``compute_seconds``: forward and backward without any waiting or updates."""
 
     outcome: Outcome
     compute_seconds: float
     origin: str
-    bound: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -69,7 +66,6 @@ class StepCost:
     def to_json(self) -> dict[str, object]:
         return {
             "seconds": self.seconds,
-            "bound_seconds": self.bound,
             "compute_seconds": self.compute_seconds,
             "binds": self.outcome.binds.value,
             "busy_seconds": {resource.value: self.outcome.busy[resource] for resource in Resource},
@@ -93,7 +89,7 @@ def cost_of(facts: Facts, layout: Layout, rates: Rates) -> StepCost:
     problem = problem_of(facts, layout, rates)
     outcome = simulate(problem, list(evictions_of(problem, layout)))
     origin = rates.origin if facts.unit_times is None else f"{rates.origin}; blocks: {facts.unit_times.origin}"
-    return StepCost(outcome, problem.compute_seconds * layout.accumulation, origin, layout.bound_s or None)
+    return StepCost(outcome, problem.compute_seconds * layout.accumulation, origin)
 
 
 def seconds_of(facts: Facts, layout: Layout, rates: Rates) -> float:

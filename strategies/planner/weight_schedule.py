@@ -1,9 +1,8 @@
-"""Which weights are offloaded, and when they come back: a greedy start, then local search on the simulated period.
+"""Which weights are offloaded, and when they come back.
 
-    even    turns of the first blocks with boundaries of the last ones: two integers, which are enough if blocks are
-            alike. Pairs come in order of a lower bound (compute, or the time of their copies)
-    issue   in order of need, each reload as early as memory allows, none before the one needed earlier
-    search  drop a gap or swap two, while the period or the bytes shrink
+    which   the turns of the first blocks and the boundaries of the last ones: two numbers, which are enough if blocks
+            are alike. Pairs come in order of a lower bound (compute, or the time of their copies)
+    when    in order of need, each reload as early as memory allows, none before the one needed earlier (``issue``)
 
 ``issue`` looks at an iteration from the middle, where backward begins, and twice: the first pass finds how late the
 last reload is issued, which bounds the first one of the next iteration. In 600 small instances this was the best of all
@@ -20,9 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from heapq import merge
-from itertools import accumulate, islice
-from math import fsum, inf
+from itertools import accumulate
+from math import inf
 from typing import TypeAlias
 
 from deepstow.strategies.core.facts import Facts, Rates
@@ -34,9 +32,8 @@ from deepstow.strategies.planner.problem import Eviction, Gap, Problem, at_need,
 from deepstow.strategies.planner.simulate import SAME, reload_period
 from deepstow.strategies.planner.step_cost import problem_of
 
-NEAR = 4  # a gap is swapped for so many on either side of it
-SEARCHED = 50  # plans that one search evaluates at most, a third of them for the start, each in O(ticks + gaps)
-Gaps: TypeAlias = frozenset[Gap]
+PLANS = 6  # pairs that are evaluated at most, each in O(ticks + gaps)
+SPARE = 2  # boundaries beyond those that have to be free, so that reloads have room to come early
 Alone: TypeAlias = tuple[Problem, list[list[int]]]
 ATTEMPTS = 6  # smaller budgets that are tried when a plan cannot be packed
 WINDOW = 2  # ticks that forced offloading (``weights: streamed``) fetches ahead by default
@@ -61,13 +58,12 @@ class DoesNotFit(Exception):
     """No plan is within the budget; the message says how many bytes are missing."""
 
 
-def fitted(layout: Layout, weights: Alone, room: int, ahead: int | None, searched: int = SEARCHED) -> Layout:
+def fitted(layout: Layout, weights: Alone, room: int, ahead: int | None) -> Layout:
     """``layout`` with as many of ``weights`` offloaded as it takes for all of them to fit ``room``.
 
     Args:
         weights: as from ``alone``.
         ahead: weights come at most so many ticks before their use; None: as early as there is room.
-        searched: plans among which the search takes the best one.
 
     Raises:
         DoesNotFit: no plan fits.
@@ -78,7 +74,7 @@ def fitted(layout: Layout, weights: Alone, room: int, ahead: int | None, searche
     budget, excess = room, 0
     for attempt in range(ATTEMPTS + 1):
         try:
-            found = choose(replace(problem, budget=budget), searched) if attempt < ATTEMPTS else at_need(problem.gaps)
+            found = choose(replace(problem, budget=budget)) if attempt < ATTEMPTS else at_need(problem.gaps)
         except DoesNotFit:
             found = at_need(problem.gaps)
         there = [resident_ticks(one, layout.num_ticks) for one in present_ticks(problem, _capped(found, ahead))]
@@ -110,8 +106,8 @@ def resident_ticks(present: Collection[int], count: int) -> tuple[Range, ...]:
 
 
 @lru_cache(maxsize=1024)  # a search asks for many placements whose weights are the same
-def choose(problem: Problem, searched: int = SEARCHED) -> tuple[Eviction, ...]:
-    """The best of so many plans.
+def choose(problem: Problem) -> tuple[Eviction, ...]:
+    """The plan with the least period of the pairs, then with the fewest bytes that move.
 
     Raises:
         DoesNotFit: no plan is within the budget.
@@ -121,7 +117,56 @@ def choose(problem: Problem, searched: int = SEARCHED) -> tuple[Eviction, ...]:
     if least[worst] > problem.budget:
         missing = least[worst] - problem.budget
         raise DoesNotFit(f"{problem.ticks[worst].name} needs {missing} bytes more than there are")
-    return _Search(problem, searched).found()
+    best: tuple[Eviction, ...] | None = None
+    best_period, best_bytes = inf, 0
+    for bound, gaps in sorted(_pairs(problem), key=lambda pair: (pair[0], len(pair[1])))[:PLANS]:
+        if bound > best_period * (1 + SAME):
+            break
+        if (evictions := issue(problem, gaps)) is None:
+            continue
+        period = reload_period(problem, evictions)
+        num_bytes = sum(problem.weights[gap.weight].num_bytes for gap in gaps)
+        as_fast = period <= best_period * (1 + SAME)
+        if period < best_period * (1 - SAME) or (as_fast and num_bytes < best_bytes):
+            best, best_period, best_bytes = evictions, period, num_bytes
+    return at_need(problem.gaps) if best is None else best
+
+
+def _pairs(problem: Problem) -> Iterator[tuple[float, list[Gap]]]:
+    """So many turns with the fewest boundaries that leave enough room, and with a few more: a lower bound on their
+    period, and the gaps. Embedding and head may be much larger than blocks, so also without the boundary that is first
+    to leave, the head's, and with the largest ones first.
+    """
+    count, rank = len(problem.ticks), problem.rank
+    turns = sorted((gap for gap in problem.gaps if gap.before < count), key=lambda gap: (gap.after, rank[gap.weight]))
+    boundaries = sorted(
+        (gap for gap in problem.gaps if gap.before >= count), key=lambda gap: (-gap.before, rank[gap.weight])
+    )
+    up = [problem.seconds_of(weight, weight.shards * weight.link_bytes) for weight in problem.weights]
+
+    by_size = sorted(boundaries, key=lambda gap: -problem.weights[gap.weight].num_bytes)
+    for ends in (boundaries, boundaries[1:], by_size):
+        used = least_memory(problem, ends)
+        fewest = len(ends)
+        seconds = [list(accumulate((up[gap.weight] for gap in some), initial=0.0)) for some in (turns, ends)]
+        for number in range(len(turns) + 1):
+            if number:
+                _change(problem, used, turns[number - 1], -1)
+            while fewest >= 0 and max(used) <= problem.budget:  # it fits: try with one boundary less
+                fewest -= 1
+                if fewest >= 0:
+                    _change(problem, used, ends[fewest], 1)
+            for more in range(fewest + 1, min(fewest + 1 + SPARE, len(ends)) + 1):
+                bound = max(problem.compute_seconds, seconds[0][number] + seconds[1][more])
+                yield bound, [*turns[:number], *ends[:more]]
+
+
+def _change(problem: Problem, used: list[int], gap: Gap, sign: int) -> None:
+    """Add the bytes of the weight of ``gap`` at the ticks of the gap, or take them away."""
+    size, count = sign * problem.weights[gap.weight].num_bytes, len(used)
+    for start, end in ((gap.after + 1, min(gap.before, count)), (0, gap.before - count)):
+        if start < end:
+            used[start:end] = [num_bytes + size for num_bytes in used[start:end]]
 
 
 def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
@@ -189,126 +234,3 @@ def _num_bytes(problem: Problem, there: Sequence[tuple[Range, ...]]) -> int:
     pairs = [(weight.num_bytes, ticks) for weight, ticks in zip(problem.weights, there, strict=True)]
     packing = packed(tuple([Piece(size, ticks) for size, ticks in pairs if ticks]))
     return sum(size for size, ticks in pairs if not ticks) + packing.arena
-
-
-class _Search:
-    """Plans of one problem, each evaluated once; ``best`` has the least period, then the fewest bytes that move."""
-
-    def __init__(self, problem: Problem, searched: int) -> None:
-        self._problem, self._searched, self._evaluated = problem, searched, 0
-        self._tried: set[Gaps] = set()
-        self._best, self._cost, self._found = frozenset[Gap](), (inf, 0), tuple[Eviction, ...]()
-        self._up = [problem.seconds_of(weight, weight.shards * weight.link_bytes) for weight in problem.weights]
-        self._index = {gap: index for index, gap in enumerate(problem.gaps)}
-
-    def found(self) -> tuple[Eviction, ...]:
-        """The best plan."""
-        self._try_even()
-        while not self._is_done and self._improve():
-            pass
-        assert self._cost[0] < inf
-        return self._found
-
-    @property
-    def _is_done(self) -> bool:
-        """Whether the best plan is optimal, as compute waits for nothing, or enough has been evaluated."""
-        optimal = self._cost[0] <= self._problem.compute_seconds * (1 + SAME)
-        return optimal or self._evaluated >= self._searched
-
-    def _try(self, gaps: Gaps) -> bool:
-        """Evaluate ``gaps``; whether they are the best so far. Not if they do not fit or are certainly slower."""
-        if gaps in self._tried or self._bound(fsum(self._up[gap.weight] for gap in gaps)) > self._cost[0]:
-            return False
-        evictions = issue(self._problem, gaps)
-        self._tried.add(gaps)
-        if evictions is None:
-            return False
-        self._evaluated += 1
-        moved = sum(self._problem.weights[gap.weight].num_bytes for gap in gaps)
-        new = (reload_period(self._problem, evictions), moved)
-        least, bytes_of_best = self._cost
-        better = new[0] < least * (1 - SAME) or (new[0] <= least * (1 + SAME) and new[1] < bytes_of_best)
-        if better:
-            self._best, self._cost, self._found = gaps, new, evictions
-        return better
-
-    def _bound(self, copies: float) -> float:
-        """A lower bound on the period of any plan whose copies take so many seconds."""
-        return max(self._problem.compute_seconds, copies) * (1 - SAME)
-
-    def _try_even(self) -> None:
-        """Turns of the first blocks with boundaries of the last ones, until no pair can be better."""
-        count, rank = len(self._problem.ticks), self._problem.rank
-        gaps = self._problem.gaps
-        turns = sorted((g for g in gaps if g.before < count), key=lambda g: (g.after, rank[g.weight]))
-        ends = sorted((g for g in gaps if g.before >= count), key=lambda g: (-g.before, rank[g.weight]))
-        for bound, _, number, more in self._pairs(turns, ends):
-            if self._is_done or bound >= self._cost[0] or self._evaluated >= self._searched // 3:
-                return
-            self._try(frozenset((*turns[:number], *ends[:more])))
-
-    def _pairs(self, turns: list[Gap], ends: list[Gap]) -> Iterator[tuple[float, int, int, int]]:
-        """Numbers of turns and of ends that fit together, by their lower bound. There are as many as the square of the
-        blocks, so a pair is made when it is its turn.
-        """
-        ups = [list(accumulate((self._up[gap.weight] for gap in some), initial=0.0)) for some in (turns, ends)]
-
-        def rising(number: int, least: int) -> Iterator[tuple[float, int, int, int]]:
-            for more in range(least, len(ends) + 1):
-                yield self._bound(ups[0][number] + ups[1][more]), number + more, number, more
-
-        least, some, used = len(ends), [], least_memory(self._problem, ends)
-        for number in range(len(turns) + 1):
-            if number:
-                self._add(used, turns[number - 1], -1)
-            while least >= 0 and max(used) <= self._problem.budget:
-                least -= 1  # it fits; try with one boundary less
-                if least >= 0:
-                    self._add(used, ends[least], 1)
-            some.append(rising(number, least + 1))
-        yield from merge(*some)
-
-    def _add(self, used: list[int], gap: Gap, sign: int) -> None:
-        """Add the bytes of the weight of ``gap``, or take them away, at the ticks of the gap."""
-        size = sign * self._problem.weights[gap.weight].num_bytes
-        for tick in range(gap.after + 1, gap.before):
-            used[tick % len(used)] += size
-
-    def _improve(self) -> bool:
-        """Move to a better plan near the best one; whether there is one."""
-        copies = fsum(self._up[gap.weight] for gap in self._best)
-        for out, into in self._moves():
-            change = sum(self._up[gap.weight] for gap in into) - self._up[out.weight]
-            if self._bound(copies + change) <= self._cost[0] and self._try(self._best.difference([out]).union(into)):
-                return True
-            if self._evaluated >= self._searched:
-                break
-        return False
-
-    def _moves(self) -> Iterator[tuple[Gap, list[Gap]]]:
-        """The gap of the best plan that is dropped, and the one that takes its place, if any, where that fits."""
-        gaps, inside = self._best, [gap for gap in self._problem.gaps if gap in self._best]
-        used = least_memory(self._problem, inside)
-        short = {gap: self._short(used, gap) for gap in inside}
-        yield from ((gap, []) for gap in inside if not short[gap])
-        for gap in inside:
-            yield from ((gap, [other]) for other in self._near(gap, gaps) if self._covers(other, short[gap]))
-
-    def _short(self, used: list[int], gap: Gap) -> dict[int, int]:
-        """The bytes that are missing without ``gap``, by tick."""
-        count, over = len(used), self._problem.weights[gap.weight].num_bytes - self._problem.budget
-        there = (tick % count for tick in range(gap.after + 1, gap.before))
-        return {tick: used[tick] + over for tick in there if used[tick] + over > 0}
-
-    def _covers(self, gap: Gap, short: dict[int, int]) -> bool:
-        """Whether a weight that leaves in ``gap`` frees what is missing."""
-        length, count = gap.before - gap.after - 1, len(self._problem.ticks)
-        enough = max(short.values(), default=0) <= self._problem.weights[gap.weight].num_bytes
-        return enough and all((tick - gap.after - 1) % count < length for tick in short)
-
-    def _near(self, gap: Gap, gaps: Gaps) -> list[Gap]:
-        """Gaps outside of ``gaps`` that begin about when ``gap`` does."""
-        at, every = self._index[gap], self._problem.gaps
-        before = (every[index] for index in reversed(range(at)) if every[index] not in gaps)
-        after = (every[index] for index in range(at + 1, len(every)) if every[index] not in gaps)
-        return [*islice(before, NEAR), *islice(after, NEAR)]

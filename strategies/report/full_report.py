@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -26,7 +25,6 @@ from deepstow.strategies.planner.tasks import Resource
 from deepstow.strategies.report import plan_table
 from deepstow.strategies.report.table import table
 
-WITHIN = 0.02  # of the bound: said so
 WORTH = 0.1  # a part of the step that is worth a row
 RATED_TB = 600  # written, as drives of 1 TB often are by their makers
 POLICIES = ("policy", "blocks", "kept", "on the host", "freed", "paid", "operations again")
@@ -77,8 +75,6 @@ def headline(plan: Plan, cost: StepCost) -> str:
     """The simulated step on one line; in a pipeline that of one stage."""
     run = plan.facts.run
     step = f"simulated step: {cost.seconds:.3g} s"
-    if cost.bound is not None and (above := cost.seconds / cost.bound - 1) >= 0:
-        step += " (within 2% of the bound)" if above <= WITHIN else f" (at most {ceil(100 * above)}% above the bound)"
     if run.stages > 1:  # in gpipe and 1f1b it waits for as many micro-batches as there are other stages
         waiting = cost.seconds + (run.stages - 1) / run.accumulation * cost.compute_seconds
         step = f"simulated step of this stage: {cost.seconds:.3g} s alone, {waiting:.3g} s if all take as long"

