@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import CHUNKS, Plan
-from deepstow.strategies.core.protocol import MemoryRefusal, Refusal, Strategy
+from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Strategy
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.sizes import human
 from deepstow.trainer.distributed.ranks import from_environment
@@ -137,8 +137,8 @@ def _with_evaluation(
     except Exception as error:  # a forward without gradients may do what the one of training does not
         logger.warning("the memory of an evaluation is not counted: %s", first_line(error))
         return plan
-    budgets = (strategy.budget(plan.facts) for strategy in asked.values())
-    room = max(min(budget for budget in budgets if budget is not None) - plan.beside(), plan.saved_peak())
+    budgets = [strategy.budget(plan.facts) for strategy in asked.values() if isinstance(strategy, HasBudget)]
+    room = max(min(budgets) - plan.beside(), plan.saved_peak())
     if size <= room:
         return replace(plan, facts=counted(wanted))
     if rows is not None:
