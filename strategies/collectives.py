@@ -188,7 +188,9 @@ class Collectives(Strategy):
         return Refusal("strategies.collectives", self.written, cure)
 
     def _refuses_lossy(self, run: RunFacts) -> Iterator[Refusal]:
-        alone, owes, in_fp16 = self.local_steps is not None, self._compression().owes, run.precision is Precision.FP16
+        alone = self.local_steps is not None
+        owes = self._compression().owes
+        in_fp16 = run.precision is Precision.FP16
         powersgd, begins = self.compress == "powersgd", "start" in self.written
         engine = run.stowed
         sixteen = run.precision is Precision.BF16 and not run.adapters
@@ -266,7 +268,9 @@ class Collectives(Strategy):
         )
 
     def _words(self, facts: Facts) -> str:
-        run, machines, size = facts.run, machines_of(facts), _message_bytes(facts)
+        run = facts.run
+        machines = machines_of(facts)
+        size = _message_bytes(facts)
         here, many = facts.machine.ranks, run.two_level
         said = f"exchanges inside machines of {here} ranks, then across {run.copies // here}, in {_slices(many)}"
         if machines is None:

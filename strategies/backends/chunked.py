@@ -71,7 +71,8 @@ class Part:
     def __init__(
         self, span: Span, stream: Tensor, made: Tensor | None, bias: Tensor | None, norm: nn.Module | None, group: Any
     ) -> None:
-        self.span, self.norm = span, norm
+        self.span = span
+        self.norm = norm
         self.stream = self.normed = stream.detach()
         self.sums: list[Any] = []  # of gradients, begun
         self._made = None if made is None else made.detach().contiguous()
@@ -148,7 +149,9 @@ class _Meet(torch.autograd.Function):
     def forward(
         ctx: Any, part: Part, pieces: list[Span], before: list[Span], made: Any, bias: Any, *rest: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.part, ctx.before, ctx.has = part, before, (made is not None, bias is not None)
+        ctx.part = part
+        ctx.before = before
+        ctx.has = (made is not None, bias is not None)
         edges = 1 if part.norm is None else 2
         return tuple(_edge(part.stream, stop - start) for start, stop in pieces for _ in range(edges))
 
@@ -230,8 +233,10 @@ class Layer:
     """
 
     def __init__(self, layer: Any, cut: Cut) -> None:
-        self.forward, self.bias = layer.forward, layer.bias if cut is Cut.ROWS else None
-        self._layer, self._cut = layer, cut
+        self.forward = layer.forward
+        self.bias = layer.bias if cut is Cut.ROWS else None
+        self._layer = layer
+        self._cut = cut
         self._later: tuple[Tensor, list[Any]] | None = None
         self.runs = False
 
@@ -243,7 +248,8 @@ class Layer:
             self._later = _Later.apply(self._layer.weight, held), held
 
     def end(self) -> None:
-        self.runs, self._later = False, None
+        self.runs = False
+        self._later = None
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if not self.runs:
@@ -259,8 +265,10 @@ class Sublayer:
     """Attention or MLP with the norm in front of it. It takes rows in ``chunks``."""
 
     def __init__(self, norm: nn.Module, module: nn.Module, chunks: int, group: Any) -> None:
-        self.norm, self.chunks = norm, chunks
-        self._module, self._group = module, group
+        self.norm = norm
+        self.chunks = chunks
+        self._module = module
+        self._group = group
         self._layers: list[Layer] = []
         for name, layer in module.named_children():
             if (cut := cut_of(f".{name}", tied=True)) is not None:
@@ -322,7 +330,9 @@ class Block:
 
     def __init__(self, block: nn.Module, attention: Sublayer, mlp: Sublayer, behind: Sublayer | None) -> None:
         self.forward = block.forward
-        self._attention, self._mlp, self._behind = attention, mlp, behind
+        self._attention = attention
+        self._mlp = mlp
+        self._behind = behind
 
     def __call__(self, hidden: Tensor | Rows, **given: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -31,7 +31,9 @@ class TopK:
         self, sizes: Iterable[tuple[str, Tensor]], density: float, momentum: float, group: dist.ProcessGroup
     ) -> None:
         """``sizes``: the trained parameters by name."""
-        self._density, self._momentum, self._group = density, momentum, group
+        self._density = density
+        self._momentum = momentum
+        self._group = group
         kinds = ("owed", "momentum") if momentum else ("owed",)
         self.state = {
             f"{name}.{kind}": torch.zeros_like(like, dtype=torch.float32).view(-1)
@@ -62,7 +64,9 @@ class TopK:
 
     def _chosen(self, name: str, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Places and values of what is sent of one gradient; the rest is owed. Places never repeat."""
-        owed, due, has = self.state[f"{name}.owed"], grad.reshape(-1), grad.any()
+        owed = self.state[f"{name}.owed"]
+        due = grad.reshape(-1)
+        has = grad.any()
         if self._momentum:
             momentum = self.state[f"{name}.momentum"]
             due = momentum.mul_(torch.where(has, self._momentum, 1.0)).add_(due) * has

@@ -78,7 +78,8 @@ class _Bucket:
     def index(self) -> int:
         return self._index
 
-    def is_last(self) -> bool:  # steps are counted elsewhere
+    def is_last(self) -> bool:
+        """Whether the exchange comes last of a step, which is counted elsewhere."""
         return False
 
     def buffer(self) -> Tensor:
@@ -103,7 +104,8 @@ class Compressed:
         """Exchange what ``model`` trains from now on."""
         how, group = self.compression, self._group
         trained = [(name, param) for name, param in model.module.named_parameters() if param.requires_grad]
-        self._names, self._device = {id(param): name for name, param in trained}, trained[0][1].device
+        self._names = {id(param): name for name, param in trained}
+        self._device = trained[0][1].device
         self._codec = codec_of(how, trained, group)
         Hook(self._exchange).hang_on(model)
 
@@ -236,7 +238,8 @@ class Compressed:
                 raise ValueError
             for name, tensor in found.items():
                 codec.state[name].copy_(tensor)
-        self._steps, self._buckets = steps, buckets
+        self._steps = steps
+        self._buckets = buckets
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(self._codec, PowerSGDState):
@@ -269,7 +272,8 @@ class _Read(Mapping[str, Tensor]):
     """The tensors of a file, each read where it is asked for: all of them would take as much memory again."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
-        self._path, self._names = path, names
+        self._path = path
+        self._names = names
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._path, "pt") as file:

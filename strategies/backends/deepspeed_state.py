@@ -108,7 +108,9 @@ class _Parts:
     """What DeepSpeed's tensors hold. ``first``: of the ranks of this copy of the model; ``rank``: of the copies."""
 
     def __init__(self, names: Mapping[int, str], first: bool, rank: int) -> None:
-        self.names, self._first, self._rank = names, first, rank
+        self.names = names
+        self._first = first
+        self._rank = rank
 
     def _piece(self, param: Any, start: int, offset: int, count: int, *, by_all: bool) -> Piece:
         """``by_all``: every copy writes its own; else the first writes for all."""

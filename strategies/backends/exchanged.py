@@ -99,7 +99,8 @@ def among_zeros(rows: Tensor, kept: Tensor, like: Tensor) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, sublayer: Sublayer, call: list[Tensor]) -> Tensor:
-        ctx.group, ctx.call = sublayer.exchange.group, call
+        ctx.group = sublayer.exchange.group
+        ctx.call = call
         return hidden.view_as(hidden)
 
     @staticmethod
@@ -130,7 +131,8 @@ class Sublayer:
     """Attention or MLP; ``by_token``: no token needs another, and while it runs ``call`` gets the chosen ones."""
 
     def __init__(self, module: nn.Module, exchange: Exchange, *, by_token: bool) -> None:
-        self.exchange, self.by_token = exchange, by_token
+        self.exchange = exchange
+        self.by_token = by_token
         self.call: list[Tensor] | None = None
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True)
@@ -152,7 +154,9 @@ class Layer:
 
     def __init__(self, layer: Any, cut: Cut, sublayer: Sublayer) -> None:
         self.forward: Callable[[Tensor], Tensor] = layer.forward
-        self._layer, self._cut, self._sublayer = layer, cut, sublayer
+        self._layer = layer
+        self._cut = cut
+        self._sublayer = sublayer
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer, call = self._layer, self._sublayer.call

@@ -32,7 +32,8 @@ def mark(layers: Iterable[nn.Module], params: Iterable[nn.Parameter], degree: in
         layer.__class__ = type(type(layer).__name__, (type(layer), Divided), {})
     param: Any
     for param in params:
-        param.allreduce, param.group_name = False, f"ep_size_{degree}"
+        param.allreduce = False
+        param.group_name = f"ep_size_{degree}"
 
 
 def divide_groups(optimizer: torch.optim.Optimizer) -> None:

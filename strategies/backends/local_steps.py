@@ -38,7 +38,8 @@ class _Plain:
     """The exact weights and the inner state of trained parameters, by name: torch's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
-        self._optimizer, self._params = optimizer, params
+        self._optimizer = optimizer
+        self._params = params
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._params)
@@ -133,7 +134,9 @@ class LocalSteps(Compressed):
             differences = [self._outer[name].to(weight.device) - weight for name, weight in own.items()]
             self._average([*own], differences)
             for name, difference in zip(own, differences, strict=True):
-                rate, keeps, gradient = self.compression.outer_lr, self.compression.outer_momentum, difference.cpu()
+                rate = self.compression.outer_lr
+                keeps = self.compression.outer_momentum
+                gradient = difference.cpu()
                 momentum = self._momenta[name].mul_(keeps).add_(gradient)
                 self._inner.write(name, self._outer[name].sub_(gradient.add_(momentum, alpha=keeps), alpha=rate))
 

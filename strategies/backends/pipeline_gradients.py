@@ -27,7 +27,8 @@ class StageGradients:
     """The gradients of one stage. ``copies``: the ranks with the same stage in all copies of the model."""
 
     def __init__(self, pipeline: Pipeline, copies: dist.ProcessGroup) -> None:
-        self._group, self._copies = pipeline.group, copies
+        self._group = pipeline.group
+        self._copies = copies
         self._params = pipeline.stage.names()
         self._order = [name for name, _ in pipeline.stage.whole.named_parameters()]
         holders: list[list[str]] = [[] for _ in range(pipeline.stages)]

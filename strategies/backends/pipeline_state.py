@@ -93,7 +93,9 @@ def gathered(
     Where the layers of a stage are divided, its ranks put each tensor together, and the first of them sends it.
     """
     stays = place or (lambda value: value.to("cpu", copy=True))
-    stage, group, device = pipeline.stage, pipeline.group, pipeline.device
+    stage = pipeline.stage
+    group = pipeline.group
+    device = pipeline.device
     whole = stage.whole.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(list(whole.items()))}
     mine = {first[id(whole[name])]: value for name, value in stage.model.state_dict(keep_vars=True).items()}

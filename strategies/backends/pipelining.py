@@ -78,8 +78,12 @@ class Pipeline:
         # Around the forward of every part but the last, which the loss has around it: autocast.
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.stage, self.group, self.device = stage, group, device
-        self._context, self._width, self._dtype = context, stage.form.width, stage.form.dtype
+        self.stage = stage
+        self.group = group
+        self.device = device
+        self._context = context
+        self._width = stage.form.width
+        self._dtype = stage.form.dtype
         self.position, self.stages = dist.get_rank(group), dist.get_world_size(group)
         self.kind = schedule
         self._made: tuple[tuple[int, int, bool], Any] | None = None
@@ -121,14 +125,16 @@ class Pipeline:
 
     def _run_together(self, batches: Sequence[Inputs], loss_of: LossOf) -> Tensor:
         """Losses, where the last part is. [micro-batches]"""
-        self._batches, self._loss_of = batches, loss_of
+        self._batches = batches
+        self._loss_of = loss_of
         schedule, losses = self._schedule(len(batches)), list[Tensor]()
         numbers = torch.arange(len(batches))
         first = (numbers,) if 0 in self.stage.mine else ()
         ends = {"target": numbers, "losses": losses} if self.has_loss else {}
         with _as_raised():
             schedule.step(*first, number=numbers, return_outputs=False, **ends)
-        self._batches, self._loss_of = (), None
+        self._batches = ()
+        self._loss_of = None
         found = torch.stack([loss.detach().reshape(()) for loss in losses]) if losses else torch.empty(len(batches))
         return found.float().to(self.device)
 

@@ -41,7 +41,9 @@ class Tokens:
     """The slices of rank ``place`` of ``ranks``, which are the process group named ``group``."""
 
     def __init__(self, ranks: int, place: int, group: str) -> None:
-        self.ranks, self.place, self.group = ranks, place, group
+        self.ranks = ranks
+        self.place = place
+        self.group = group
         self.shape = (0, 0)  # of the rows that are between the first block and the last norm
         self.inside = False  # a module whose tokens were gathered runs
         self.part = self.whole = torch.empty(0)  # its input: this rank's slice, and of all ranks
@@ -102,12 +104,14 @@ class Again:
 
     def __init__(self, tokens: Tokens) -> None:
         self.products = 0  # whose weights have gradients
-        self._tokens, self._left = tokens, 0
+        self._tokens = tokens
+        self._left = 0
         self._whole: Tensor | None = None
 
     def gathered(self, part: Tensor) -> Tensor:
         if self._whole is None:
-            self._whole, self._left = self._tokens.gather(part), self.products
+            self._whole = self._tokens.gather(part)
+            self._left = self.products
         whole, self._left = self._whole, self._left - 1
         if self._left == 0:
             self._whole = None
@@ -117,7 +121,8 @@ class Again:
 class _Divide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, tokens: Tokens) -> Tensor:
-        ctx.tokens, ctx.shape = tokens, whole.shape
+        ctx.tokens = tokens
+        ctx.shape = whole.shape
         return tokens.own(whole)
 
     @staticmethod
@@ -164,7 +169,9 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
-        flat, of_weight, of_bias = grad.flatten(0, -2), None, None
+        flat = grad.flatten(0, -2)
+        of_weight = None
+        of_bias = None
         if ctx.needs_input_grad[2]:
             of_weight = flat.t() @ ctx.again.gathered(part)[: len(flat)]
         if ctx.needs_input_grad[3]:
@@ -210,7 +217,9 @@ class Scattered:
 
     def __init__(self, layer: Any, cut: Cut, tokens: Tokens) -> None:
         self.forward = layer.forward
-        self._layer, self._cut, self._tokens = layer, cut, tokens
+        self._layer = layer
+        self._cut = cut
+        self._tokens = tokens
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer, tokens = self._layer, self._tokens

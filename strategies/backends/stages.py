@@ -61,7 +61,8 @@ class Zeros(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         weight = next(original.parameters())
-        self.size, self.dtype = weight.shape[-1 if isinstance(original, nn.Embedding) else 0], weight.dtype
+        self.size = weight.shape[-1 if isinstance(original, nn.Embedding) else 0]
+        self.dtype = weight.dtype
         self.is_embedding = isinstance(original, nn.Embedding)
 
     def forward(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -208,7 +209,9 @@ def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
     with labels. Raise CannotCut if they do not, or if the forward cannot run in parts.
     """
     model.eval()  # no dropout: the parts would draw other numbers
-    blocks, called, given = list(find_blocks(model)), list[str](), list[Any]()
+    blocks = list(find_blocks(model))
+    called = list[str]()
+    given = list[Any]()
     outside = _outside(model, blocks)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     handles = [

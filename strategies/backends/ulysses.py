@@ -56,7 +56,9 @@ class Ulysses:
     """
 
     def __init__(self, degree: int, place: int, group: distributed.ProcessGroup | None) -> None:
-        self.degree, self.place, self.group = degree, place, group
+        self.degree = degree
+        self.place = place
+        self.group = group
 
     def __call__(
         self,

@@ -261,7 +261,9 @@ def causal(
         to = torch.arange(seen.start - first, seen.stop, device=query.device)
         to[:first] -= seen.start - first
         shown = (to <= of) & ((to > of - window) | (to < sink))
-        block, keys, values = query[:, :, start : seen.stop], key[:, :, seen], value[:, :, seen]
+        block = query[:, :, start : seen.stop]
+        keys = key[:, :, seen]
+        values = value[:, :, seen]
         if first:
             keys, values = (torch.cat([whole[:, :, :first], part], 2) for whole, part in ((key, keys), (value, values)))
         found.append(

@@ -34,7 +34,9 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
     Args:
         grads: bytes of gradients that each unit's backward makes and leaves where they were not before.
     """
-    before, after, highest = sum([unit.waiting for unit in units]), 0, 0
+    before = sum([unit.waiting for unit in units])
+    after = 0
+    highest = 0
     arriving = [0, *[unit.hosted for unit in units]][: len(units)]
     for unit, own, hosted in zip(reversed(units), reversed(grads), reversed(arriving), strict=True):
         before -= unit.waiting

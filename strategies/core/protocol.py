@@ -240,7 +240,9 @@ class Refusal(ValueError):
 
     def __init__(self, key: str, value: object, cure: str) -> None:
         super().__init__(key, value)
-        self.key, self.value, self._cure = key, value, cure
+        self.key = key
+        self.value = value
+        self._cure = cure
 
     @property
     def cure(self) -> str:
@@ -280,7 +282,8 @@ class MemoryRefusal(Refusal):
         budget: int,
     ) -> None:
         super().__init__(key, value, "")
-        self.tier, self.budget = tier, budget
+        self.tier = tier
+        self.budget = budget
         self._find_cure, self._find_needed = cache(find_cure), cache(find_needed)
 
     @property

@@ -175,7 +175,8 @@ class EncodedWeights:
     """``elements`` weights, whole blocks, in ``memory``: bytes of codes, and behind them the scales."""
 
     def __init__(self, format_: str, memory: Tensor, elements: int) -> None:
-        self._format, self._codec = FORMATS[format_], WEIGHTS[format_]
+        self._format = FORMATS[format_]
+        self._codec = WEIGHTS[format_]
         self.memory = memory[: self._format.num_bytes(elements)]
         end = self._format.code_bytes(elements)
         self._codes = self.memory[:end].view(self._codec.codes).view(self._format.blocks(elements), -1)
@@ -205,7 +206,9 @@ class EncodedWeights:
 @torch.no_grad()
 def once_encoded(weight: Tensor, format_: str) -> Tensor:
     """``weight`` as it is after its way through a format for frozen weights, in its shape and dtype."""
-    found, flat, block = weight.detach().clone().reshape(-1), weight.detach().reshape(-1), FORMATS[format_].block
+    found = weight.detach().clone().reshape(-1)
+    flat = weight.detach().reshape(-1)
+    block = FORMATS[format_].block
     for start in range(0, flat.numel(), CHUNK_BLOCKS * block):
         part = flat[start : start + CHUNK_BLOCKS * block]
         blocks = _blocks(part, block)

@@ -78,10 +78,19 @@ class Engine(Copied):
         groups: Callable[[], Sequence[Mapping[str, Any]]],
         runtime: Runtime,
     ) -> None:
-        transfer, device, beside, debug = runtime.transfer, runtime.device, runtime.beside, runtime.debug
-        self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
-        self.groups, self._debug = groups, debug
-        group, two_level, total_norm = runtime.group, runtime.two_level, runtime.total_norm
+        transfer = runtime.transfer
+        device = runtime.device
+        beside = runtime.beside
+        debug = runtime.debug
+        self.layout = layout
+        self.device = device
+        self.rule = rule
+        self.transfer = transfer
+        self.groups = groups
+        self._debug = debug
+        group = runtime.group
+        two_level = runtime.two_level
+        total_norm = runtime.total_norm
         self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside, debug=debug)
         self.arena = Arena(addresses, device, self.ranks.common)
         self.disk = DiskState(layout, self.arena) if state_file_bytes(layout) else None

@@ -28,7 +28,10 @@ class Keeper(Copied):
     """Reads and changes one parameter, its gradient and its views, for their classes; see ``parameters.py``."""
 
     def __init__(self, engine: Engine, bucket: BucketState, index: int, name: str) -> None:
-        self._engine, self._bucket, self._index, self.name = engine, bucket, index, name
+        self._engine = engine
+        self._bucket = bucket
+        self._index = index
+        self.name = name
         weight = bucket.part(bucket.weight, index)
         self.home = (weight.data_ptr(), weight.data_ptr() + weight.nbytes)
         self._warned = False  # that it travels and is read outside of the module that owns it
@@ -105,7 +108,9 @@ class Keeper(Copied):
         """``view`` itself while the weight is in its home, else a copy of the same part of the weight."""
         if self.here:
             return view
-        bucket, param, value = self._bucket, self._bucket.params[self._index], self.shown()
+        bucket = self._bucket
+        param = self._bucket.params[self._index]
+        value = self.shown()
         if view.dtype != value.dtype:
             raise RuntimeError(
                 f"{self.name} travels, and a view of it as {view.dtype} is used after it left the device"
@@ -135,7 +140,8 @@ class Keeper(Copied):
         if not self._bucket.grads.exists(self._index):
             return None
         gradient: PendingGradient = self._bucket.views.absent(self._index).as_subclass(PendingGradient)
-        gradient._keeper, gradient._window = self, self.window
+        gradient._keeper = self
+        gradient._window = self.window
         return gradient
 
     def forget_gradient(self) -> None:

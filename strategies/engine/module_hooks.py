@@ -102,8 +102,12 @@ class ModuleHooks:
         *,
         remembers: bool = False,
     ) -> None:
-        self._scopes, self._remembers = scopes, remembers
-        self._enter_forward, self._enter_backward, self._left, self._bring = enter_forward, enter_backward, left, bring
+        self._scopes = scopes
+        self._remembers = remembers
+        self._enter_forward = enter_forward
+        self._enter_backward = enter_backward
+        self._left = left
+        self._bring = bring
         self._calls: list[Call] = []
         self._in_forward: list[Scope] = []
         self._in_backward: list[Scope] = []
@@ -155,7 +159,10 @@ class ModuleHooks:
         self._leave_pending()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
-        self.backward, self._read_only, self._node, self._made = False, None, -1, []
+        self.backward = False
+        self._read_only = None
+        self._node = -1
+        self._made = []
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
         self._leave_pending()

@@ -96,7 +96,9 @@ def stow(
             f"the plan is for {run.adding_copies} ranks, and {ranks} train together: give plan_for their "
             f"number as world_size, or stow a process_group of those that do"
         )
-    layout, place, hosted_bytes = plan.layout, plan.place, plan.hosted_bytes()
+    layout = plan.layout
+    place = plan.place
+    hosted_bytes = plan.hosted_bytes()
     if layout is None or place is None:
         raise ValueError("the plan has no layout: switch strategies.offload on")
     check(layout, place.addresses, hosted_bytes=hosted_bytes)

@@ -26,7 +26,8 @@ class Prefetch:
     """Starts copies and updates ahead of their use."""
 
     def __init__(self, scopes: list[Scope], residency: Residency, updates: Updates) -> None:
-        self._residency, self._updates = residency, updates
+        self._residency = residency
+        self._updates = updates
         self._order = list(scopes)  # as in the last forward
         self._entered: list[Scope] = []  # in this forward
         self._at = -1  # index in the order
@@ -34,7 +35,8 @@ class Prefetch:
     def begin(self) -> None:
         if self._entered:
             self._order = self._entered
-        self._entered, self._at = [], -1
+        self._entered = []
+        self._at = -1
 
     def in_forward(self, scope: Scope) -> None:
         """Forward has come to ``scope``: start what the rest of it needs."""
@@ -46,7 +48,8 @@ class Prefetch:
 
     def begin_backward(self) -> None:
         """A backward begins, perhaps not the first since the last forward."""
-        self._order, self._entered = self._entered or self._order, []
+        self._order = self._entered or self._order
+        self._entered = []
         self._at = len(self._order)
 
     def come_back_to(self, scope: Scope) -> None:

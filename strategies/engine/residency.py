@@ -46,7 +46,10 @@ class Residency:
     def __init__(
         self, ranks: OneRank, transfer: Transfer, disk: DiskWeights | None, codes: Tensor | None, *, debug: bool
     ) -> None:
-        self._ranks, self._transfer, self._disk, self._debug = ranks, transfer, disk, debug
+        self._ranks = ranks
+        self._transfer = transfer
+        self._disk = disk
+        self._debug = debug
         self._codes = codes  # the memory on the device for those in flight
 
     def claim(self, bucket: BucketState) -> None:

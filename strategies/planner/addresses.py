@@ -146,7 +146,9 @@ def _classes(counts: tuple[tuple[int, int], ...], most_slots: int) -> tuple[tupl
     # From the last size to the first: the bytes from there on, the number of classes, and where the second one begins.
     best = [(0, 0, len(counts))]
     for start in reversed(range(len(counts))):
-        size, members, choices = counts[start][0], 0, []
+        size = counts[start][0]
+        members = 0
+        choices = []
         for following, (rest, classes, _) in enumerate(reversed(best), start=start + 1):
             members += counts[following - 1][1]
             choices.append((min(most_slots, members) * size + rest, 1 + classes, following))

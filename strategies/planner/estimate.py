@@ -50,7 +50,10 @@ class Estimate:
 
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places) -> None:
         assert facts.machine.rates is not None
-        self._rates, self._run, self._request, self._places = facts.machine.rates, facts.run, request, places
+        self._rates = facts.machine.rates
+        self._run = facts.run
+        self._request = request
+        self._places = places
         times = unit_seconds(facts, self._rates)
         self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
         self._gathers = gather_rate(facts, self._rates)
@@ -59,7 +62,8 @@ class Estimate:
         self._packed = sum(b.copy_bytes for b in leaving) / sum(b.weight_bytes for b in leaving) if leaving else 1.0
         rates = self._rates
         read, write = bytes_per_s(rates, request.disk)
-        self._disk_s, self._read_s = (1 / read + 1 / write) / rates.disk_overlap, 1 / read
+        self._disk_s = (1 / read + 1 / write) / rates.disk_overlap
+        self._read_s = 1 / read
         self._write_s = 1 / write
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
         self.load = cache(self._load_of)
@@ -71,9 +75,13 @@ class Estimate:
         return self._seconds(_Load(*[sum(map(mul, alike.values(), load)) for load in loads]), away)
 
     def _load_of(self, index: int, place: Place) -> _Load:
-        bucket, rates, run = self._places.buckets[index], self._rates, self._run
+        bucket = self._places.buckets[index]
+        rates = self._rates
+        run = self._run
         reads = run.accumulation * 2 * self._read_s  # of a weight
-        whole, count, site = bucket.weight_bytes, bucket.share, place.site
+        whole = bucket.weight_bytes
+        count = bucket.share
+        site = place.site
         size = whole // bucket.shards
         if site is Site.NONE:
             return _Load(read_s=place.on_disk * size * reads)
@@ -102,7 +110,9 @@ class Estimate:
         the host use both links and its memory.
         """
         rates, passes = self._rates, self._run.accumulation
-        forward, backward, saved = self._forward, self._backward, passes * self._hosted
+        forward = self._forward
+        backward = self._backward
+        saved = passes * self._hosted
         own = away if self._request.common_host else away // self._request.shards
         in_before = load.exchanged + (away - own) * (2 * passes - 1)  # gradients, and what backward gathers again
         own = int(own * self._packed)

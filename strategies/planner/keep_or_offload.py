@@ -88,7 +88,8 @@ class _Search:
     """Placement searches along the curves (``at``); ``rates`` are None if times cannot be compared."""
 
     def __init__(self, plan: Plan, request: OffloadRequest) -> None:
-        self._plan, self._request = plan, request
+        self._plan = plan
+        self._request = request
         facts = plan.facts
         self.rates = facts.machine.rates if facts.run.forward_flops else None
         keeps = [plan.keep(unit.name) for unit in facts.units]

@@ -172,7 +172,10 @@ def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable]
     """The first weights that free at least ``freed_bytes`` of the device, without those that are not needed for it;
     None: all do not.
     """
-    live, total, most, found = defaultdict[int, int](int), 0, 0, list[Movable]()
+    live = defaultdict[int, int](int)
+    total = 0
+    most = 0
+    found = list[Movable]()
     if freed_bytes <= 0:
         return []
     for weight in _in_order(weights):

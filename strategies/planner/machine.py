@@ -39,7 +39,8 @@ class _Queue:
 
     def __init__(self, latency: float) -> None:
         self.ready: list[tuple[tuple[int, ...], int, Task]] = []
-        self.busy, self.latency = False, latency
+        self.busy = False
+        self.latency = latency
         self.previous: Task | None = None
 
 
@@ -48,14 +49,16 @@ class SimulatedMachine:
 
     def __init__(self, problem: Problem) -> None:
         link, shared = problem.link, problem.shared
-        self._duplex, self._cores = link.duplex, shared.cores
+        self._duplex = link.duplex
+        self._cores = shared.cores
         self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0, shared.disk_overlap)
         self._needs = cache(self._needs_of)
         self._speeds: dict[tuple[int, ...], list[float]] = {}  # of tasks that run together, by the ids of their needs
 
     def move(self, task: Task, now: float) -> bool:
         """The latency of ``task`` is over, if it has one. Whether it uses a medium from now on."""
-        task.moving, task.end = True, now + task.seconds
+        task.moving = True
+        task.end = now + task.seconds
         task.needs = self._needs(task.resource, task.seconds, task.num_bytes, task.touched_bytes)
         return task.needs != ()
 
@@ -67,7 +70,8 @@ class SimulatedMachine:
             speeds = self._speeds[together] = self._shared([task.needs for task in tasks])
         for task, speed in zip(tasks, speeds, strict=True):
             if speed != task.speed:
-                task.end, task.speed = now + (task.end - now) * task.speed / speed, speed
+                task.end = now + (task.end - now) * task.speed / speed
+                task.speed = speed
 
     def _needs_of(self, resource: Resource, seconds: float, num_bytes: int, touched_bytes: int) -> Needs:
         """What a task needs of each medium per second at full speed."""
@@ -148,14 +152,20 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
         for queue in queues.values() if ended else ():
             if queue.ready and not queue.busy:
                 task = heappop(queue.ready)[2]
-                task.start, task.end, queue.busy = now, now + queue.latency, True
+                task.start = now
+                task.end = now + queue.latency
+                queue.busy = True
                 running.append((task, queue))
                 if not queue.latency and machine.move(task, now):
                     changed = True
         if changed:
             machine.set_speeds([task for task, _ in running if task.needs], now)
         assert running, f"{left} tasks wait for each other"
-        now, changed, ended, ready, going = min([task.end for task, _ in running]), False, False, [], []
+        now = min([task.end for task, _ in running])
+        changed = False
+        ended = False
+        ready = []
+        going = []
         for one in running:
             task, queue = one
             if task.end > now:
@@ -171,7 +181,10 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
             before, cause = queue.previous, task.cause
             if cause is None or (before is not None and before.end > cause.end):
                 task.cause = before
-            task.end, queue.busy, queue.previous, ended = now, False, task, True
+            task.end = now
+            queue.busy = False
+            queue.previous = task
+            ended = True
             left -= task.iteration < iterations
             for later in task.then:
                 later.waits -= 1

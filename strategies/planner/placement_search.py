@@ -39,9 +39,12 @@ class PlacementSearch:
     """
 
     def __init__(self, facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> None:
-        self._facts, self._request = facts, request
-        self._saved_bytes, self._hosted_bytes = saved_bytes, hosted_bytes
-        self._device_room, self._host_room = request.device_bytes - saved_bytes, request.host_bytes - hosted_bytes
+        self._facts = facts
+        self._request = request
+        self._saved_bytes = saved_bytes
+        self._hosted_bytes = hosted_bytes
+        self._device_room = request.device_bytes - saved_bytes
+        self._host_room = request.host_bytes - hosted_bytes
         self._ranks = max(1, facts.machine.ranks)
         self._knows_rates = facts.machine.rates is not None and facts.run.forward_flops > 0
         self._usual = Places(facts, request)
@@ -213,7 +216,9 @@ class PlacementSearch:
         return cure
 
     def _no_host(self, needed: int) -> str:
-        hosted, budget, other = self._hosted_bytes, self._request.host_bytes, self._within_host
+        hosted = self._hosted_bytes
+        budget = self._request.host_bytes
+        other = self._within_host
         device = inf if other is None else self._saved_bytes + other.num_bytes[Tier.DEVICE]
         part = f", {human(hosted)} of them for what other strategies keep there" if hosted else ""
         each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")

@@ -151,7 +151,8 @@ class Places:
     def __init__(
         self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None, *, direct: bool = False
     ) -> None:
-        self.request, self.bucket_bytes = request, bucket_bytes
+        self.request = request
+        self.bucket_bytes = bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
         self.buckets = form(facts, size, request.shards, frozen_as=request.frozen_as)
         if request.rounds:
@@ -334,7 +335,9 @@ class Places:
         passed: dict[Item, Counter[int]] = {item: Counter() for item in PASSING}
         for (index, place), number in self.alike(placement).items():
             cost = self._costs(index, place)
-            device, host, mixed = device + number * cost.device, host + number * cost.host, max(mixed, cost.scratch)
+            device = device + number * cost.device
+            host = host + number * cost.host
+            mixed = max(mixed, cost.scratch)
             pieces, piece_bytes = pieces + number * cost.window[0], max(piece_bytes, cost.window[1])
             for item, size in cost.passing:
                 passed[item][size] += number

@@ -117,7 +117,9 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
         released = issues[gap] - gap.before + tick - 1  # the tick that must have ended; < 0: of the iteration before
         needed[tick].append((released, problem.reload_seconds[gap.weight]))
     work = [(tick.seconds, copies) for tick, copies in zip(problem.ticks, needed, strict=True)]
-    ends, clock, arrived = [0.0] * count, 0.0, 0.0
+    ends = [0.0] * count
+    clock = 0.0
+    arrived = 0.0
     grown = (0.0, 0.0)
     for iteration in range(MOST_ITERATIONS):
         new = [0.0] * count
@@ -130,7 +132,9 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
                 clock = arrived
             clock += seconds
             new[index] = clock
-        ends, was, grown = new, grown, (clock - before[0], arrived - before[1])
+        ends = new
+        was = grown
+        grown = (clock - before[0], arrived - before[1])
         if iteration > 1 and all(abs(a - b) <= SAME * clock for a, b in zip(grown, was, strict=True)):
             break
     return max(grown)

@@ -72,7 +72,10 @@ class SiteSearch:
     """
 
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
-        self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
+        self._facts = facts
+        self._request = request
+        self.places = places
+        self._host_room = host_room
         self.mixed = cache(Mixer(places).placement)
         self._spilled = cache(lambda placement: spilled(places, placement, host_room))
         self._weights_alone: dict[object, Alone] = {}  # by those that may leave, to the disk or not
@@ -147,7 +150,9 @@ class SiteSearch:
 
     def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int) -> Layout | None:
         """``placement`` with the ticks at which weights are on the device; None if they do not fit there."""
-        places, room, layout = self.places, sizes.room(device_room), self.places.layout(placement)
+        places = self.places
+        room = sizes.room(device_room)
+        layout = self.places.layout(placement)
         if sizes.host > self._host_room or room < sizes.largest_unit:
             return None
         if self._request.weights == "streamed":
@@ -187,7 +192,8 @@ class _Walk:
     """One search at one budget: the best placement so far, and what has been simulated."""
 
     def __init__(self, search: SiteSearch, device_room: int) -> None:
-        self.search, self.places = search, search.places
+        self.search = search
+        self.places = search.places
         self._estimate: Measure = lambda placement: search.estimated(placement, device_room)
         self._simulate: Measure = lambda placement: search.simulated(placement, device_room)
         self._estimate_of_mix = cache(lambda mix: self._estimate(search.mixed(mix)))
@@ -210,7 +216,8 @@ class _Walk:
         if placement not in self._times:
             self._times[placement] = seconds = self._simulate(placement)
             if seconds < self.seconds:
-                self.best, self.seconds = placement, seconds
+                self.best = placement
+                self.seconds = seconds
         return self._times[placement]
 
     def mix(self, ends: Sequence[int]) -> None:
@@ -313,7 +320,9 @@ class Mixer:
         movable = [index for index, choices in enumerate(places.choices) if len(choices) > 1]
         self._blocks = [index for index in movable if index in places.of_blocks] or movable
         ends = [index for index in range(len(self._sizes)) if index not in {*self._blocks}]
-        self._first, self._last, self._nearest = ends[:1], ends[1:], places.nearest
+        self._first = ends[:1]
+        self._last = ends[1:]
+        self._nearest = places.nearest
 
     def placement(self, mix: Mix) -> Placement:
         """Where each bucket is."""

@@ -31,7 +31,10 @@ def spilled(places: Places, placement: Placement, host_room: float) -> Placement
     if not layout.disk:
         return placement
     none = tuple(_resting(at, state=False, copy=False) if at.on_disk else at for at in placement)
-    may, states, total, largest = list[tuple[int, bool]](), set[int](), 0, 0
+    may = list[tuple[int, bool]]()
+    states = set[int]()
+    total = 0
+    largest = 0
     for index, copy, size in _moves(places, layout, none):
         whole = max(largest, size if copy or none[index].site is Site.NONE else 0)
         # Weights are whole on one drive: the fullest has at most so much more than the others.

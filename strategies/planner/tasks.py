@@ -63,14 +63,18 @@ class Task:
     )  # fmt: skip
 
     def __init__(self, resource: Resource, label: str, number: int, iteration: int) -> None:
-        self.resource, self.label, self.number, self.iteration = resource, label, number, iteration
+        self.resource = resource
+        self.label = label
+        self.number = number
+        self.iteration = iteration
         self.seconds = self.start = self.end = 0.0
         self.num_bytes = self.touched_bytes = self.waits = self.stream = 0
         self.priority: tuple[int, ...] = ()
         self.then: list[Task] = []
         self.cause: Task | None = None
         # Of the machine that runs it: whether its latency is over, what it uses, and how fast it is.
-        self.moving, self.speed = False, 1.0
+        self.moving = False
+        self.speed = 1.0
         self.needs: tuple[tuple[int, float], ...] = ()
 
 
@@ -153,13 +157,15 @@ class TaskBuilder:
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
         """A task of compute, after all compute before it."""
         self._compute = self._task(Resource.COMPUTE, label, (self._compute, self._slot, *after))
-        self._compute.seconds, self._slot = seconds, None
+        self._compute.seconds = seconds
+        self._slot = None
         return self._compute
 
     def _on_cpu(self, label: str, touched_bytes: int, after: Iterable[Task | None]) -> Task:
         """Work of the CPU that is as fast as its memory."""
         task = self._task(Resource.CPU, label, after)
-        task.touched_bytes, task.seconds = touched_bytes, touched_bytes / self._problem.shared.dram
+        task.touched_bytes = touched_bytes
+        task.seconds = touched_bytes / self._problem.shared.dram
         return task
 
     def _occupy(self, slot: int | None, until: Task) -> None:
@@ -226,7 +232,8 @@ class TaskBuilder:
         if sent is not None:
             later = (sent, self._ends[tick - 2])  # backward of the next unit begins when that of the one after it ends
             up = self._copy(Resource.UP, f"saved for {self._problem.ticks[tick].name}", sent.num_bytes, later)
-            up.priority, up.stream = (number, tick, -1), 1
+            up.priority = (number, tick, -1)
+            up.stream = 1
             yield up
 
     def _send(self, weight: int, made: Task, *, is_first: bool) -> None:
@@ -297,7 +304,8 @@ class TaskBuilder:
         made = task = self._task(Resource.CPU, f"update {info.name}", waits)
         if info.update.disk_bytes:
             self._occupy(info.update.window_slot, self._state(weight, 1, [task]))
-        task.seconds, task.touched_bytes = info.update.seconds, info.update.touched_bytes
+        task.seconds = info.update.seconds
+        task.touched_bytes = info.update.touched_bytes
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         if size := info.update.rewritten_bytes:
             made = self._disk(f"write weight {info.name}", size, 1, [task])
@@ -329,13 +337,16 @@ class TaskBuilder:
 
     def _disk(self, label: str, num_bytes: int, writes: int, after: Iterable[Task | None]) -> Task:
         task = self._task(Resource.DISK, label, after)
-        task.num_bytes, task.stream = num_bytes, writes
+        task.num_bytes = num_bytes
+        task.stream = writes
         task.seconds = task.num_bytes / self._problem.shared.disk[writes]
         return task
 
     def _update_on_device(self, weight: int, number: int) -> None:
         """The kernel; around it the visit of the state, and after it the copy of the weight to the host."""
-        info, update, waits = self._problem.weights[weight], self._update(weight), self._due.pop(weight)
+        info = self._problem.weights[weight]
+        update = self._update(weight)
+        waits = self._due.pop(weight)
         gate, vacated = self._gate.get(weight, []), self._vacated.pop(weight, [])
         if update.site is Site.STREAMED:
             slot = self._slots.get(update.visit_slot)

@@ -47,7 +47,9 @@ def best(on: Cluster, num_bytes: float) -> int:
 
 def machines_of(facts: Facts) -> Cluster | None:
     """Those of a run, if all its ranks are on machines with as many of them, and their rates are known."""
-    ranks, here, rates = facts.run.copies, facts.machine.ranks or facts.run.copies, facts.machine.rates
+    ranks = facts.run.copies
+    here = facts.machine.ranks or facts.run.copies
+    rates = facts.machine.rates
     if here >= ranks or ranks % here or rates is None or not rates.net_across_bytes_per_s:
         return None
     inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)

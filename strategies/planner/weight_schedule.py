@@ -91,7 +91,9 @@ def fitted(layout: Layout, weights: Alone, room: int, ahead: int | None) -> Layo
 
 def only_while_used(layout: Layout, indices: Collection[int], ahead: int = 0) -> Layout:
     """``layout`` with these weights on the device only from ``ahead`` ticks before each use to its end."""
-    ticks, count, buckets = ticks_of(layout.units), layout.num_ticks, list(layout.buckets)
+    ticks = ticks_of(layout.units)
+    count = layout.num_ticks
+    buckets = list(layout.buckets)
     for index in indices:
         present = {(tick - early) % count for tick in uses(buckets[index], ticks) for early in range(ahead + 1)}
         buckets[index] = replace(buckets[index], resident_ticks=resident_ticks(present, count))
@@ -128,7 +130,9 @@ def choose(problem: Problem) -> tuple[Eviction, ...]:
         num_bytes = sum(problem.weights[gap.weight].num_bytes for gap in gaps)
         as_fast = period <= best_period * (1 + SAME)
         if period < best_period * (1 - SAME) or (as_fast and num_bytes < best_bytes):
-            best, best_period, best_bytes = evictions, period, num_bytes
+            best = evictions
+            best_period = period
+            best_bytes = num_bytes
     return at_need(problem.gaps) if best is None else best
 
 
@@ -182,7 +186,9 @@ def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
     earliest = first = -2 * count
     for _ in range(2):
         # From the middle on; ticks before it are negative, as they are counted from the end. No gap is longer than all.
-        used, last, found = least[middle:] + least[:middle], earliest, list[Eviction]()
+        used = least[middle:] + least[:middle]
+        last = earliest
+        found = list[Eviction]()
         for gap in order:
             need = (gap.before - middle) % count
             bound = max(last, need - (gap.before - gap.after) + 1)

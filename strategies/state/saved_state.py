@@ -107,7 +107,9 @@ class Weights:
 
     def __init__(self, saved: Store, files: Store | None, aliases: Mapping[str, Sequence[str]]) -> None:
         """``files`` have whole weights by name; ``aliases``: all names of a tied weight by each of them."""
-        self._saved, self._files, self._aliases = saved, files, aliases
+        self._saved = saved
+        self._files = files
+        self._aliases = aliases
 
     def find(self, name: str) -> tuple[Store, str, str] | None:
         """Where the exact weight is: what holds it, its name there, and its kind."""

@@ -183,7 +183,9 @@ class Store:
 
     def faults(self, name: str, kind: str, shape: Sequence[int]) -> Iterator[str]:
         """Why a tensor of ``shape`` cannot be put together, one line each."""
-        what, spans, numel = f"{name}.{kind}", self._stored.get((name, kind), ()), math.prod(shape)
+        what = f"{name}.{kind}"
+        spans = self._stored.get((name, kind), ())
+        numel = math.prod(shape)
         of = shape[-1] if shape and any(span.columns for span in spans) else max(1, numel)
         if not spans:
             yield f"{what} is in no file"
@@ -294,7 +296,9 @@ def _read(span: Stored, skipped: int, into: Tensor) -> None:
 
 def _read_block(span: Stored, source: Rectangle, flat: Tensor, target: Rectangle) -> None:
     """Read a rectangle of ``span`` into its place in ``flat``: at once where both are without gaps, else in pieces."""
-    height, width, stride = source.bottom - source.top, source.right - source.left, source.stride
+    height = source.bottom - source.top
+    width = source.right - source.left
+    stride = source.stride
     if height == 1 or width == stride == target.stride:
         _read(span, source.offset, flat[target.offset : target.offset + source.area])
         return

@@ -71,8 +71,12 @@ class TorchState:
         *,
         divides_weights: bool = False,  # each rank has a part of the weights
     ) -> None:
-        self._optimizer, self._held, self._groups = optimizer, held, groups
-        self._shapes, self._weights, self.divides_weights = shapes, weights, divides_weights
+        self._optimizer = optimizer
+        self._held = held
+        self._groups = groups
+        self._shapes = shapes
+        self._weights = weights
+        self.divides_weights = divides_weights
         self.rule = type(optimizer).__name__
         self._is_torchs = type(optimizer).__module__.startswith("torch.")  # they keep state in the dtype of the weight
 

@@ -85,7 +85,10 @@ class BucketState:
             return None if region is None else region[: numbers * count]
 
         dtype = getattr(torch, spec.dtype)
-        self.spec, self.index, self.params, self.rank = spec, index, params, rank
+        self.spec = spec
+        self.index = index
+        self.params = params
+        self.rank = rank
         weight = flat(Item.WEIGHT, dtype)
         assert weight is not None, f"{spec.name} has no home"
         self.weight = weight
@@ -146,11 +149,13 @@ class BucketState:
         return self.spec.grad_tier is Tier.HOST
 
     @property
-    def is_shared(self) -> bool:  # several ranks hold a span each
+    def is_shared(self) -> bool:
+        """Whether several ranks hold a span each."""
         return self.spec.shards > 1
 
     @property
-    def parks_in_copy(self) -> bool:  # the host's copy and the gradient that waits there are one place
+    def parks_in_copy(self) -> bool:
+        """Whether the host's copy and the gradient that waits there are one place."""
         return self.copy is not None and self.copy is self.parked
 
     # --- its memory --------------------------------------------------------------------------------------------------
@@ -210,7 +215,8 @@ class BucketState:
             with stretch.at_hand():
                 self.round_stretch(target, stretch)
 
-    def round_stretch(self, target: Tensor, stretch: Stretch) -> None:  # that is at hand
+    def round_stretch(self, target: Tensor, stretch: Stretch) -> None:
+        """Round the masters of ``stretch``, which is at hand."""
         assert stretch.master is not None
         parts = [part for piece in self.pieces for part in piece.within(stretch)]
         sources = [stretch.master[part.at - stretch.start :][: part.size] for part in parts]
@@ -281,7 +287,8 @@ class BucketState:
         for piece in self.pieces_in(values):
             span[piece.at : piece.at + piece.size].copy_(values[piece.index][piece.start : piece.stop])
 
-    def fill_masters(self, values: Mapping[int, Tensor]) -> None:  # if there are any
+    def fill_masters(self, values: Mapping[int, Tensor]) -> None:
+        """Copy flat whole parameters, given by their indices, into the masters, if there are any."""
         for part, master in self.masters(self.pieces_in(values), writes=True):
             master.copy_(values[part.index][part.start : part.stop])
 
@@ -377,15 +384,19 @@ class BucketState:
     def settled_on_device(self, *, used: Event) -> None:
         """COMPUTE has been given the update; the home holds the newest weights."""
         self.used = used
-        self.pending, self.job = Pending.NOTHING, None
+        self.pending = Pending.NOTHING
+        self.job = None
 
     def write_back(self, *, stored: Event) -> None:
         """DOWN has been given the copies of what the update wrote, the host's copy among it if there is one."""
-        self.stored, self.given_up = stored, False
+        self.stored = stored
+        self.given_up = False
 
     def settled_on_host(self) -> None:
         """The worker has computed the update, and written the host's copy if the gradient was in its place."""
-        self.pending, self.job, self.future = Pending.NOTHING, None, None
+        self.pending = Pending.NOTHING
+        self.job = None
+        self.future = None
         self.given_up = False
 
     def refuse_loans(self) -> None:

@@ -62,7 +62,8 @@ class GradientState:
 
     def send(self, *, sent: Event) -> None:
         """DOWN copies everything unsent."""
-        self.sent, self.taken = sent, None
+        self.sent = sent
+        self.taken = None
         self.summed |= self.unsent
         self.unsent.clear()
 
@@ -89,7 +90,8 @@ class GradientState:
     def reset(self) -> None:
         for indices in (self.landed, self.unsent, self.touched, self.summed):
             indices.clear()
-        self.norms, self.host_norms = {}, None
+        self.norms = {}
+        self.host_norms = None
 
     # --- after the step: spent and zeroed ----------------------------------------------------------------------------
 

@@ -132,7 +132,10 @@ class OutputRecorder(TorchDispatchMode):
 
     def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str], *, learns: bool) -> None:
         super().__init__()
-        self._names, self._kept, self._hosted, self._learns = Names(block), kept, hosted, learns
+        self._names = Names(block)
+        self._kept = kept
+        self._hosted = hosted
+        self._learns = learns
         self._made: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._overwritten = set[str]()
 
@@ -177,7 +180,10 @@ class Sending(TorchDispatchMode):
     def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str], room: HostRoom) -> None:
         super().__init__()
         self.sent: dict[tuple[Any, int], Any] = {}
-        self._names, self._kept, self._hosted, self._room = Names(block), kept, hosted, room
+        self._names = Names(block)
+        self._kept = kept
+        self._hosted = hosted
+        self._room = room
         self._calls: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -69,7 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         loss, weight = aten.nll_loss_forward(losses.neg_().unsqueeze(1), first, None, reduction, NO_ROW)
         # Not the input itself, which others hold as well: see [Note: memory of the logits].
         ctx.save_for_backward(logits.detach(), target, weight)
-        ctx.reduction, ctx.ignored = reduction, ignored
+        ctx.reduction = reduction
+        ctx.ignored = ignored
         ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return loss
 

@@ -37,7 +37,10 @@ class Compiled:
     """Replaces the ``forward`` of ``block``. ``run`` is its class's forward, compiled; blocks of a class share it."""
 
     def __init__(self, block: nn.Module, run: Forward, backend: str) -> None:
-        self.forward, self.block, self.run, self.backend = block.forward, block, run, backend
+        self.forward = block.forward
+        self.block = block
+        self.run = run
+        self.backend = backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

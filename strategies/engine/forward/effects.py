@@ -39,7 +39,8 @@ class Effects:
     """Remembers which tensors a block writes to when it runs."""
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self.block, self.name = block, name
+        self.block = block
+        self.name = name
         self.counts = not any(hasattr(param, "ds_id") for param in block.parameters())
         # Module paths and names of tensors, by which modules are in training. Snapshots of first runs add to it.
         self.written: dict[tuple[bool, ...], set[tuple[str, str]]] = {}

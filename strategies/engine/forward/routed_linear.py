@@ -91,7 +91,9 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        routes, stored, rows = ctx.layer._routes, ctx.layer._stored, grad.reshape(-1, grad.shape[-1])
+        routes = ctx.layer._routes
+        stored = ctx.layer._stored
+        rows = grad.reshape(-1, grad.shape[-1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         into_x = into_weight = None
         if needs_x:
@@ -119,7 +121,9 @@ class Routed(nn.Module):
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            x = x.to(dtype)
+            weight = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
         return _Products.apply(x, weight, bias, self)
 
 
@@ -137,4 +141,5 @@ def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
         if stored is None:
             raise ValueError(f"{path} is {kind.__name__}, not a stock linear layer")
         module.__class__ = _routed(kind)
-        module._routes, module._stored = routes, stored
+        module._routes = routes
+        module._stored = stored

@@ -46,7 +46,8 @@ class HostMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str, file: int | None = None) -> None:
-        self._device, self._owner = device, owner
+        self._device = device
+        self._owner = owner
         self.borders: list[int] = []  # offsets that no copy may cross
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._mapping: Any = None
@@ -118,7 +119,8 @@ class Arena:
     """
 
     def __init__(self, addresses: Addresses, device: torch.device, common: Tensor | None = None) -> None:
-        self.addresses, self._common = addresses, common
+        self.addresses = addresses
+        self._common = common
         self._first = 0 if common is None else common.numel()
         device_owner, host_owner = (f"the {tier.value} arena ({self._contents(tier)})" for tier in TIERS)
         num_bytes = self.num_bytes(Tier.DEVICE)

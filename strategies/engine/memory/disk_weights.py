@@ -77,7 +77,8 @@ class DiskWeights:
                 parked = arena.of(bucket.name, Item.PARKED, torch.uint8)
                 assert parked is not None and parked.numel() == memory.numel()
                 self._new[index] = drives[drive], parked
-        self._slots, self._drives = list(at.values()), drives
+        self._slots = list(at.values())
+        self._drives = drives
 
     def resting(self, index: int) -> Tensor | None:
         """The bytes of a weight in the file, to be read and written from outside; None: it does not rest there."""
@@ -139,7 +140,8 @@ class DiskWeights:
     def leaves(self, index: int, sent: Event | None) -> None:
         """After ``sent`` UP has read the slot, into which something else may be read."""
         slot, *_ = self._places[index]
-        slot.left, slot.expected = sent, [other for other in slot.expected if other != index]
+        slot.left = sent
+        slot.expected = [other for other in slot.expected if other != index]
         self._read_ahead(slot)
 
     def _read_ahead(self, slot: _Slot) -> None:

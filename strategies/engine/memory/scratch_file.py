@@ -50,7 +50,9 @@ class Store:
     """
 
     def __init__(self, place: str | Path, num_bytes: int, what: str = STATE, *, checked: bool = True) -> None:
-        self._place, self._num_bytes, self._what = str(place), num_bytes, what
+        self._place = str(place)
+        self._num_bytes = num_bytes
+        self._what = what
         self._sums = Checksums() if checked else None
         if said := self.unsuitable(self._place):
             raise ValueError(said)

@@ -85,7 +85,8 @@ class Shares(Replicas):
         debug: bool,
     ) -> None:
         super().__init__(model, group, transfer, device, two_level)
-        self.rank, self._layout = dist.get_rank(group), layout
+        self.rank = dist.get_rank(group)
+        self._layout = layout
         self._debug = debug
         size = common_bytes(layout)
         self._common_host = CommonHost(size, len(layout.buckets), device) if size else None
@@ -150,7 +151,9 @@ class Shares(Replicas):
         self.gather(bucket)
 
     def gather(self, bucket: BucketState) -> None:
-        transfer, home, own = self._transfer, bucket.weight, bucket.own(bucket.weight)
+        transfer = self._transfer
+        home = bucket.weight
+        own = bucket.own(bucket.weight)
         first = self.rank * bucket.spec.share
         self.note("gathered", bucket.name)
         transfer.wait(Stream.NET, bucket.arrived, bucket.used)
@@ -218,7 +221,9 @@ class Shares(Replicas):
             self._complete_the_last(bucket, grad)
 
     def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
-        transfer, own, share = self._transfer, bucket.own(grad), bucket.spec.share
+        transfer = self._transfer
+        own = bucket.own(grad)
+        share = bucket.spec.share
         received = memory.view(grad.dtype)[: bucket.spec.num_elements]
         transfer.uses(Stream.NET, writes=[received])
         with transfer.on(Stream.NET):
@@ -250,7 +255,9 @@ class Shares(Replicas):
         """What the other ranks have of the parameter that goes on behind this rank's span comes there, for its norm.
         Each has at most one part of a parameter that began before its span: the first elements of the span.
         """
-        transfer, spec, own = self._transfer, bucket.spec, bucket.own(grad)
+        transfer = self._transfer
+        spec = bucket.spec
+        own = bucket.own(grad)
         heads = [_head_of(spec, rank) for rank in range(self.ranks)]
         gets = [size if to == self.rank and rank != to else 0 for rank, (to, size) in enumerate(heads)]
         to, size = heads[self.rank]

@@ -40,7 +40,9 @@ class TwoLevel:
     """The exchanges of all ranks of a job, ``here`` neighbours on each machine. Making it is a collective."""
 
     def __init__(self, here: int, slices: int) -> None:
-        self.ranks, self._here, self._slices = dist.get_world_size(), here, slices
+        self.ranks = dist.get_world_size()
+        self._here = here
+        self._slices = slices
         assert self.ranks % here == 0, "machines have as many ranks"
         self._machine, self._place = divmod(dist.get_rank(), here)
         machines = [list(range(first, first + here)) for first in range(0, self.ranks, here)]

@@ -51,7 +51,8 @@ class StateAccess(Copied):
     """Access to a stowed model's weights, gradients and optimizer state."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self.engine, self.model = engine, model
+        self.engine = engine
+        self.model = model
         self._handles: list[Any] = []
         self.out: dict[nn.Parameter, tuple[BucketState, int]] = {}  # parameters on loan
         self._place: Place | None = None  # puts what a state dict has where it stays
@@ -201,11 +202,15 @@ class StateAccess(Copied):
         """The model's. ``place`` is given each weight once and puts it where it stays; None: views are handed out.
         Without its ``base`` encoded weights have no values.
         """
-        self._place, self._placed, self._base = place, {}, base
+        self._place = place
+        self._placed = {}
+        self._base = base
         try:
             return self.model.state_dict()
         finally:
-            self._place, self._placed, self._base = None, {}, True
+            self._place = None
+            self._placed = {}
+            self._base = True
 
     def _before_state_dict(self, module: nn.Module, *rest: Any) -> None:
         """Make this module's parameters plain ones, with values if the module customizes its state dict."""

@@ -28,10 +28,12 @@ class EngineState:
     """The ``Holder`` for a stowed model. If every rank has all, one of them writes; if they share it, each does."""
 
     def __init__(self, access: StateAccess, *, writes: bool = True) -> None:
-        self._access, self._engine = access, access.engine
+        self._access = access
+        self._engine = access.engine
         self._shared = self._engine.ranks.shared
         self.divides_weights = self._shares_weights = self._engine.shares_weights
-        self._writes_whole, self._writes = writes, writes or self._shared
+        self._writes_whole = writes
+        self._writes = writes or self._shared
         self._params = dict(access.model.named_parameters())
         self.rule = self._engine.rule.kind
 

@@ -50,7 +50,9 @@ class LentParameter(StowedParameter):
         self.data = source
         return self
 
-    untyped_storage, storage, __dlpack__ = Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__
+    untyped_storage = Tensor.untyped_storage
+    storage = Tensor.storage
+    __dlpack__ = Tensor.__dlpack__
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         return nn.Parameter(self.data.clone(), self.requires_grad)
@@ -62,7 +64,9 @@ class Shown:
     """
 
     def __init__(self, view: Tensor, index: int, replaced: int, *, is_copy: bool) -> None:
-        self.index, self.replaced, self.is_copy = index, replaced, is_copy
+        self.index = index
+        self.replaced = replaced
+        self.is_copy = is_copy
         own = view.untyped_storage().nbytes() == view.nbytes
         self._view, self._storage = weakref.ref(view), StorageWeakRef(view.untyped_storage()) if own else None
         self._counter = view.detach()  # has the view's count of writes, and none of its memory

@@ -55,8 +55,13 @@ class ParameterViews:
         resident: bool,
         sole: bool,
     ) -> None:
-        self.names, self.params, self.homes, self.nan, self.fused = names, params, homes, nan, fused
-        self.resident, self.sole = resident, sole
+        self.names = names
+        self.params = params
+        self.homes = homes
+        self.nan = nan
+        self.fused = fused
+        self.resident = resident
+        self.sole = sole
         self.own = list(range(len(params)))  # those that are not on loan
         self.versions = [param._version for param in params]  # of each: its updates, and all other writes to it
         self.counts = list(self.versions)  # what torch's count of writes was set to; see [Note: versions]

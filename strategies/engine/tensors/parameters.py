@@ -336,7 +336,9 @@ def put(tensor: Tensor, value: Tensor) -> None:
     if torch._has_compatible_shallow_copy_type(tensor, value):
         RAW_DATA.__set__(tensor, value)
         return
-    version, given, trained = tensor._version, tensor.__class__, tensor.requires_grad and tensor.is_leaf
+    version = tensor._version
+    given = tensor.__class__
+    trained = tensor.requires_grad and tensor.is_leaf
     other = torch.Tensor._make_subclass(given, RAW_DATA.__get__(value), tensor.requires_grad)
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     hooks = {name: getattr(tensor, name) for name in HOOKS} if trained else {}

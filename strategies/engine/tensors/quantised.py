@@ -93,7 +93,8 @@ class Adopted:
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        self._model, self._device = model, device
+        self._model = model
+        self._device = device
         keep_packing(model)
         self._kinds = [(param, type(param)) for param in model.parameters() if type(param).__name__ in KINDS]
         self._eight: list[Any] = []
@@ -120,7 +121,8 @@ class Adopted:
             state, weight = module.state, module.weight
             del state._layer
             state.__class__ = type(state).__mro__[1]
-            weight.CB, weight.SCB = weight.data, state.SCB
+            weight.CB = weight.data
+            weight.SCB = state.SCB
             state.CB = state.SCB = None
         for param, kind in self._kinds:
             param.__class__ = kind

@@ -38,7 +38,9 @@ def adam_at_once(
     multiplying their gradients; ``at_rest`` and ``largest`` have empty lists where there are none.
     """
     beta1, beta2 = map(float, group["betas"])
-    rate, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+    rate = float(group["lr"])
+    eps = float(group["eps"])
+    decay = float(group["weight_decay"])
     _scripted()(
         params, grads, at_rest, steps, first, second, largest, factor,
         rate, beta1, beta2, eps, decay, bool(group["amsgrad"]), decoupled,

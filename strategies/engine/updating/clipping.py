@@ -47,7 +47,10 @@ class Clipping:
 
     def __init__(self, layout: Layout, gradients: Gradients, transfer: Transfer, device: torch.device) -> None:
         self.scale: Scale | None = None  # None until it is known
-        self._layout, self._gradients, self._transfer, self._device = layout, gradients, transfer, device
+        self._layout = layout
+        self._gradients = gradients
+        self._transfer = transfer
+        self._device = device
         self._factors: dict[tuple[int, int], Tensor | float] = {}  # by the loop; keys: bucket, index in it
         self._numbers: dict[
             int, tuple[Tensor, int, Tensor]
@@ -205,7 +208,8 @@ class Clipping:
         for bucket, index in self._gradients.waiting():
             if (bucket.index, index) != but and self._is_scaled(bucket, index):
                 self._put(bucket, index, self.value_of(bucket, index))
-        self.scale, self._multiplied = None, True
+        self.scale = None
+        self._multiplied = True
 
     def forget(self, bucket: BucketState, index: int) -> None:
         self._gradients.finish()
@@ -227,7 +231,8 @@ class NonFiniteError(RuntimeError):
     """
 
     def __init__(self, steps_ago: int, parameter: str | None) -> None:
-        self.steps_ago, self.parameter = steps_ago, parameter
+        self.steps_ago = steps_ago
+        self.parameter = parameter
         what = f"the gradient of {parameter}" if parameter else "a gradient"
         super().__init__(f"{PATIENCE} steps in a row were skipped: {what} is not finite")
 
@@ -237,7 +242,8 @@ class SkippedSteps:
 
     def __init__(self, transfer: Transfer, *, among_ranks: bool) -> None:
         self.skipped = 0
-        self._transfer, self._among_ranks = transfer, among_ranks
+        self._transfer = transfer
+        self._among_ranks = among_ranks
         self._waiting: list[tuple[Scale, Mapping[str, Tensor]]] = []
         self._in_a_row: list[Mapping[str, Tensor]] = []
 

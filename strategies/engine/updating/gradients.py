@@ -56,9 +56,14 @@ class Gradients:
         settle: Callable[[BucketState], None],
         total_norm: TotalNorm,
     ) -> None:
-        self._layout, self._order, self._ranks = layout, order, ranks
-        self._transfer, self._updates, self._total_norm = transfer, updates, total_norm
-        self._complete, self._settle = complete, settle
+        self._layout = layout
+        self._order = order
+        self._ranks = ranks
+        self._transfer = transfer
+        self._updates = updates
+        self._total_norm = total_norm
+        self._complete = complete
+        self._settle = settle
         self._down = GradientsDown(layout.accumulation, transfer, worker, updates.settle)
         self._buckets = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
         self.window = 0  # how often all gradients were taken or discarded
@@ -319,6 +324,9 @@ class Gradients:
         for bucket in self._buckets:
             bucket.grads.reset()
         self._landed_in.clear()
-        self.passes, self._waiting = 0, {}
-        self._fresh, self.finished, self._combined = True, False, False
+        self.passes = 0
+        self._waiting = {}
+        self._fresh = True
+        self.finished = False
+        self._combined = False
         self.window += 1

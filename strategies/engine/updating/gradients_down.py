@@ -34,7 +34,10 @@ class GradientsDown:
     def __init__(
         self, accumulation: int, transfer: Transfer, worker: Worker, settle: Callable[[BucketState], None]
     ) -> None:
-        self._accumulation, self._transfer, self._worker, self._settle = accumulation, transfer, worker, settle
+        self._accumulation = accumulation
+        self._transfer = transfer
+        self._worker = worker
+        self._settle = settle
         self._parked = Ring(self._left_in_parked)
         self._arrivals = Ring(_left_in_arrival)
 
@@ -75,7 +78,9 @@ class GradientsDown:
 
     def _copy(self, bucket: BucketState, leaving: list[int], parts: Sequence[tuple[slice, Tensor]]) -> None:
         """Copies of ``leaving``: ``parts`` are places in PARKED, or in ARRIVAL, with what goes there."""
-        grads, transfer, summed = bucket.grads, self._transfer, frozenset(bucket.grads.summed)
+        grads = bucket.grads
+        transfer = self._transfer
+        summed = frozenset(bucket.grads.summed)
         adds = not summed.isdisjoint(leaving)
         target = bucket.arrival if adds else bucket.parked
         assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"

@@ -28,7 +28,8 @@ class Moments:
 
     def __init__(self, layout: Layout, arena: Arena) -> None:
         self.chunk = expanded_elements(layout.moments_as, layout.trained_spans)
-        self._format, self._codec = FORMATS[layout.moments_as], STATE[layout.moments_as]
+        self._format = FORMATS[layout.moments_as]
+        self._codec = STATE[layout.moments_as]
         region = arena.of("", Item.EXPANDED, torch.float32)
         assert region is not None
         self._expanded = region[: layout.moments * self.chunk].view(layout.moments, self.chunk)

@@ -111,7 +111,8 @@ class UpdateRule:
     def __init__(self, kind: str, **options: Any) -> None:
         if kind not in KERNELS:
             raise ValueError(f"no update rule {kind}: there are {', '.join(KERNELS)}")
-        self.kind, self.kernel = kind, KERNELS[kind]
+        self.kind = kind
+        self.kernel = KERNELS[kind]
         try:
             made = class_of(kind)([nn.Parameter()], **options)
         except (TypeError, ImportError) as error:
@@ -141,11 +142,9 @@ class UpdateRule:
         if self.kernel.call in (adam, adamw) and group["fused"] and bad is None:
             states = [dict(zip(self.names, on.state, strict=True)) for on in calls]
             first, second, largest = ([state.get(name, []) for state in states] for name in STATE[self.kind])
-            params, grads, at_rest = (
-                [on.params for on in calls],
-                [on.grads for on in calls],
-                [on.at_rest for on in calls],
-            )
+            params = [on.params for on in calls]
+            grads = [on.grads for on in calls]
+            at_rest = [on.at_rest for on in calls]
             adam_at_once(
                 params, grads, at_rest, [on.steps for on in calls], first, second, largest, factor, group,
                 decoupled=self.kernel.call is adamw or group["decoupled_weight_decay"],

@@ -71,8 +71,12 @@ class Updates:
         moments: Moments | None,
     ) -> None:
         self.moments = moments
-        self._rule, self._residency, self._ranks = rule, residency, ranks
-        self._transfer, self._worker, self._scratch = transfer, worker, scratch
+        self._rule = rule
+        self._residency = residency
+        self._ranks = ranks
+        self._transfer = transfer
+        self._worker = worker
+        self._scratch = scratch
         self._host_scratch = torch.empty(HOST_CHUNK, dtype=torch.float32)
         self._visits = Ring(self._left_by_visit)
         self.gradient_slots = GradientSlots(transfer, self.settle)

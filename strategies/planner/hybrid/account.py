@@ -44,7 +44,8 @@ class Account:
     """Counts bytes. ``chunked``: what ``strategies.cross_entropy`` says; None: it is off, but offload brings it."""
 
     def __init__(self, models: Models, chunked: Chunked = None) -> None:
-        self._models, self._chunked = models, chunked
+        self._models = models
+        self._chunked = chunked
         self._saved_of: dict[object, list[Saved]] = {}
 
     def of(self, degrees: Degrees) -> Bytes:

@@ -48,7 +48,9 @@ def last_backwards(stages: Sequence[StageSeconds], micro_batches: int) -> list[f
     waiting = list(range(count))
     while waiting:
         index = waiting.pop()
-        arrived, own, clock = there[index], stages[index], clocks[index]
+        arrived = there[index]
+        own = stages[index]
+        clock = clocks[index]
         tasks, position = orders[index], at[index]
         woken = set()
         while position < len(tasks):

@@ -143,7 +143,10 @@ class _Search:
         facts = next(iter(known.values()))
         rates, machine = facts.machine.rates, facts.machine
         assert rates is not None and facts.run.forward_flops, "degrees are compared by simulated seconds"
-        self._cluster, self._sequences, self._options, self._machine = cluster, sequences, options, machine
+        self._cluster = cluster
+        self._sequences = sequences
+        self._options = options
+        self._machine = machine
         self._models = Models(known, in_stages)
         self._account = Account(self._models, options.chunked)
         self._rates, self._pricing = rates, Pricing(self._models, cluster, rates)

@@ -108,7 +108,9 @@ class Pricing:
         rates = replace(rates, net_bytes_per_s=inside.bytes_per_s, net_latency_s=inside.latency_s)
         if across is not None:
             rates = replace(rates, net_across_bytes_per_s=across.bytes_per_s, net_across_latency_s=across.latency_s)
-        self._models, self._cluster, self._rates = models, cluster, rates
+        self._models = models
+        self._cluster = cluster
+        self._rates = rates
         self._sums_of: dict[object, list[list[float]]] = {}
         self._stages_of: dict[object, StagePrice] = {}
 
@@ -162,7 +164,10 @@ class Pricing:
         size = facts.run.trained_bytes if plain else facts.run.precision.element_bytes
         weights = size * sum(unit.num_params for unit in units)
         trained = sum(unit.num_trainable for unit in units)
-        grads, messages, copies, coded = size * trained, max(1, len(units)), degrees.copies, 0.0
+        grads = size * trained
+        messages = max(1, len(units))
+        copies = degrees.copies
+        coded = 0.0
         apart, alike = facts.run.apart if degrees.experts > 1 else 0, copies // degrees.experts
 
         def gather(num_bytes: float) -> float:
