@@ -1,7 +1,8 @@
 """Which strategies, options and keys do not go together: one table, from which ``docs/parallel.md`` is generated.
 
-Rules of plug-ins are beside their options: ``RULES`` in a strategy's file. What needs numbers, such as what divides
-what, or the model, is code in the strategies.
+A plug-in keeps its rules in its own file, as ``RULES``. Checks that need arithmetic, such as what divides what, or the
+model are code in the strategies. Rules whose key is outside of ``strategies`` are compared when a config is read, where
+all of its keys are known; the others by ``refusals``, once the facts of the run are.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ if TYPE_CHECKING:
     ValueOf = Callable[[str], Any]
 
 OFF = (None, False, "none")
-CLAUSES = ("which ", "whose ", "beside which ")  # that a reason may be
+CLAUSES = ("which ", "whose ", "beside which ")  # a reason that begins so follows a comma, not a colon
 
 
 class Rule(NamedTuple):
-    """``key`` is refused where it and all ``beside`` are on, and nothing of ``unless``.
+    """``key`` is refused if it and every term of ``beside`` hold, and no term of ``unless`` does.
 
-    A term is a dotted key, which is on unless its value is one of ``OFF``; or a key and values, which is on if it has
-    one of them (``a.b = c|d``) or another one (``a.b != c``). ``why`` says something of ``beside``, or of ``key`` where
-    nothing is beside it.
+    A term is a dotted key, which holds unless its value is one of ``OFF``. With values it holds if the key has one of
+    them (``a.b = c|d``), or another one (``a.b != c``). ``why`` is about what ``beside`` names; without it, and where
+    the key is outside of ``strategies``, about the key.
     """
 
     key: str
     beside: str  # terms with " and " between; empty: none
     why: str
-    cure: str = ""  # empty: to leave one of them out
+    cure: str = ""  # what to write instead; empty: leave one of them out
     unless: str = ""  # terms with " or " between
 
     def applies(self, value_of: ValueOf) -> bool:
@@ -49,7 +50,7 @@ class Rule(NamedTuple):
 
 
 def is_on(term: str, value_of: ValueOf) -> bool:
-    """Whether the key of ``term`` has such a value."""
+    """Whether ``term`` holds. A key that is not there, or None, never does, not even for ``!=``."""
     key, relation, values = parts_of(term)
     value = value_of(key)
     if not relation or value is None:
@@ -58,7 +59,7 @@ def is_on(term: str, value_of: ValueOf) -> bool:
 
 
 def parts_of(term: str) -> tuple[str, str, tuple[str, ...]]:
-    """The key of a term, and if it has values "=" or "!=", and these."""
+    """The key of a term, its relation ("=", "!=" or empty) and its values."""
     key, *rest = term.split(" ")
     return key, rest[0] if rest else "", tuple(rest[1].split("|")) if rest else ()
 
@@ -81,7 +82,9 @@ def values_in(tree: Mapping[str, Any]) -> ValueOf:
 
 
 def refusals(rules: Iterable[Rule], strategies: Mapping[str, Strategy], run: RunFacts) -> Iterator[Refusal]:
-    """Of ``strategies`` in such a run; a key that is not written is named by its section."""
+    """What ``rules`` refuse of ``strategies`` in such a run. An option that was left at its default is not to blame:
+    then the refusal names its section.
+    """
     model = {"lora": run.adapters}
     training = {"optim": run.optim, "torch_compile": run.compiled, "gradient_checkpointing": run.recomputes}
     training |= {each.value: run.precision is each for each in (Precision.BF16, Precision.FP16)}
@@ -99,8 +102,12 @@ def refusals(rules: Iterable[Rule], strategies: Mapping[str, Strategy], run: Run
 
 
 def _of_sections(strategy: str, keys: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Of keys outside of ``strategies``, which cannot be written beside this one."""
-    return tuple(Rule(key, f"strategies.{strategy}", why) for key, why in keys.items())
+    """One rule for each key of another section that cannot go with ``strategy``: why, and behind "; " the cure."""
+    rules = []
+    for key, reason in keys.items():
+        why, _, cure = reason.partition("; ")
+        rules.append(Rule(key, f"strategies.{strategy}", why, cure))
+    return tuple(rules)
 
 
 _TENSOR = "strategies.tensor.degree"
@@ -108,10 +115,10 @@ _IN_SLICES = "strategies.tensor.sequence_parallel"
 _EXPERTS = "strategies.experts.degree"
 _SEQUENCE = "strategies.sequence.degree"
 _STAGES = "strategies.pipeline"
-_TWO_PARTS = "strategies.pipeline.schedule = interleaved|interleaved_zero_bubble|zbv|dualpipev"
-_TWO_PASSES = "strategies.pipeline.schedule = interleaved_zero_bubble|zbv|dualpipev"
+_TWO_PARTS_PER_STAGE = "strategies.pipeline.schedule = interleaved|interleaved_zero_bubble|zbv|dualpipev"
+_SPLIT_BACKWARD = "strategies.pipeline.schedule = interleaved_zero_bubble|zbv|dualpipev"
 _SHARED = "strategies.zero.stage = 1|2|3"
-_NO_ENGINE = "strategies.offload or strategies.pipeline"  # which take zero's work over
+_OTHER_ENGINE = "strategies.offload or strategies.pipeline"  # which do zero's work themselves
 _ON_HOST = "strategies.recompute.activation_offloading = True"
 _DISK = "strategies.offload.disk"
 _ON_DEVICE = "strategies.offload.site = device|streamed"
@@ -127,7 +134,7 @@ RULES = (
     Rule("strategies.zero.stage = 3", "strategies.tensor", "which divides weights", "write 2", "strategies.pipeline"),
     *(
         Rule("strategies.zero.stage = 0", f"strategies.tensor and training.{half}",
-             "DeepSpeed clips by the norm of one rank's gradients there", "write 1 or 2", _NO_ENGINE)
+             "DeepSpeed clips by the norm of one rank's gradients there", "write 1 or 2", _OTHER_ENGINE)
         for half in ("bf16", "fp16")
     ),
     Rule("strategies.zero.stage = 0|3", "strategies.experts", "which has been compared with stages 1 and 2",
@@ -149,7 +156,7 @@ RULES = (
     Rule(_SEQUENCE, "strategies.tensor", "which is not built", "leave one out"),
     Rule(_SEQUENCE, _STAGES, "which is not built", "leave one out"),
     # --- what forward keeps ---
-    Rule("strategies.recompute.policy = selective|auto", _TWO_PASSES,
+    Rule("strategies.recompute.policy = selective|auto", _SPLIT_BACKWARD,
          "it passes through a block twice in backward, and torch gives what was kept to one pass",
          "write policy: full, or schedule: 1f1b"),
     Rule("strategies.recompute.policy = selective", "training.torch_compile",
@@ -159,7 +166,7 @@ RULES = (
     Rule(_ON_HOST, _STAGES, "the host has room for one micro-batch, and stages of a pipeline have several",
          "leave it out"),
     # --- where state rests ---
-    Rule(_TWO_PARTS, "strategies.offload", "its engine trains one part in a stage, and this gives two",
+    Rule(_TWO_PARTS_PER_STAGE, "strategies.offload", "its engine trains one part in a stage, and this gives two",
          "write 1f1b or gpipe"),
     Rule("strategies.offload.weights = streamed", "strategies.zero.stage = 1|2", "it keeps all weights on each device",
          "write auto, or stage 3"),
@@ -184,10 +191,10 @@ RULES = (
          "its state is of whole rows and columns, which strategies.experts divides", "write adamw_torch_fused"),
     Rule("training.optim = adagrad", _SHARED,
          "strategies.zero would lose its parameter groups and with them weight decay",
-         "write adamw_torch_fused, or stage 0", _NO_ENGINE),
+         "write adamw_torch_fused, or stage 0", _OTHER_ENGINE),
     Rule("training.torch_compile", "strategies.zero.stage = 3",
          "DeepSpeed fetches weights by hooks inside of blocks, which are compiled",
-         "write strategies.offload beside it, or stage 2", _NO_ENGINE),
+         "write strategies.offload beside it, or stage 2", _OTHER_ENGINE),
     Rule("training.fp16", _STAGES, "strategies.pipeline scales no loss", "write training.bf16"),
     Rule("model.quantization_config", "strategies.zero",
          "strategies.zero has not been compared with quantised weights"),

@@ -1,38 +1,37 @@
 """Codecs: what the bits of each number format mean (``core/formats.py`` has how many there are).
 
-State (``STATE``) is AdamW's two moments. A chunk of them is decoded into fp32, updated there by the same rule as ever,
-and encoded again:
+State (``STATE``) is AdamW's two moments. A chunk of them is decoded into fp32, updated there by the unchanged rule, and
+encoded again:
 
-    bf16   the upper half of fp32; so are masters, whatever moments are
-    int8   first moment: the square of a whole number, -127 to 127, with its sign, times a step, which each block has.
-           It is the block's largest size / 127^2, rounded to 10 bits, so that all its multiples are exact in fp32.
-           Squares keep what is small beside the largest: an input feature 100 times larger than the others makes
-           gradients 100 times larger in every row of a matrix, and so in every block
-           second moment: 5 bits of exponent and 3 of mantissa, counted down from the block's largest: 2^-32 of that is
-           the least that there is. Without zero: an update divides by its root, and must not meet one that was rounded
-           away. A block that is all zero stays so
+    bf16   the upper half of fp32. Masters in bf16 are the same, whatever moments are
+    int8   first moment: sign(q) * q^2 * scale, q from -127 to 127, with one scale per block: its largest size / 127^2,
+           with 10 significant bits, so that all products are exact in fp32. Squares keep what is small beside the
+           largest: an input feature 100 times larger than the others makes gradients 100 times larger in every row of
+           a matrix, and so in every block
+           second moment: 5 bits of exponent and 3 of mantissa, counted from the lowest that the block has a code for;
+           the scale is that lowest one, as a whole number. What is below 2^-32 of the block's largest number gets the
+           lowest code, and never zero, since the update divides by the root. A block that is all zero stays so
 
-All round stochastically: up as often as what is rounded is near to the upper neighbour; of a first moment in int8 the
-root is rounded so, which adds a quarter of a step at most to the mean. A second moment changes by 1 - beta2 of itself
-per update, far less than two neighbours differ, and a weight by the learning rate. Rounded to the nearest one they
-would never change.
+All round stochastically: up with a probability that is the distance from the lower neighbour. Of a first moment in int8
+the root is rounded so, which adds a quarter of a scale at most to the mean. A second moment changes by 1 - beta2 of
+itself per update, far less than two neighbours differ, and a weight by the learning rate. Rounded to the nearest
+neighbour they would never change.
 
-Invariant of state. What was decoded is encoded to what it was, with any noise: numbers that need no rounding are not
-rounded. For a step that comes from rounded numbers this takes noise that leaves out both ends (``margin``): a multiple
-of it, divided by it, is next to a whole number. So checkpoints have moments in fp32, and resuming from them changes no
-bit. Bytes of zero are numbers of zero: new state is zero.
+Invariant of state. ``encode(decode(codes)) == codes`` for every noise. A quotient by a scale that was rounded itself
+lies slightly beside a whole number; therefore noise leaves out ``margin`` at both ends. So checkpoints can have moments
+in fp32, and resuming from them changes no bit. Bytes of zero decode to zero: new state is zero.
 
 Frozen weights (``WEIGHTS``) are encoded once, before training, and decoded on the device each time that they are used:
 
     fp8    a byte (e4m3: 4 significant bits), and a scale for each block: the least power of two by which its largest
            number comes to 448, the largest of e4m3, at most. So scales are exact in bfloat16
 
-Invariant of frozen weights. Decoded, they are exact in bfloat16 and in float32, the same on every device, and a weight
+Invariant of frozen weights. Decoded, they are exact in bfloat16 and in float32, and the same on every device. A weight
 that was encoded once is encoded to itself.
 
-bitsandbytes' 8-bit map of moments is another one, of tens: to quantise takes a search per element, five times the time
-of all that is done here (benchmarks/records/2026-11-27_moments_2-core). Squares are as near to fp32 as its map is, and
-our second moments nearer (tests/unit/test_moments.py).
+bitsandbytes' 8-bit map of moments has levels in powers of ten. Quantising to it takes a search per element, five times
+the time of all that is done here (benchmarks/records/2026-11-27_moments_2-core). Squares are as near to fp32 as its map
+is, and our second moments nearer (tests/unit/test_moments.py).
 """
 
 from __future__ import annotations
@@ -48,18 +47,16 @@ from torch.nn.functional import pad
 from deepstow.strategies.core.formats import FORMATS
 
 CHUNK_BLOCKS = 1 << 15  # of a frozen weight that are encoded at a time
-_LEAST = 2.0**-80  # of the largest of a block; below it all are zero, moments that no update in fp32 can feel
-_LARGEST = 127**2  # in steps
-_DROPPED = 14  # the last bits of an fp32 number, which a step does not have
-# The bits of a float32: so much more makes an exponent one higher if the number is above 1.75 * 2^n = 448 * 2^(n - 8).
-_ABOVE, _MANTISSA_BITS = 0x1FFFFF, 23
+_FLUSHED = 2.0**-80  # a block of first moments with nothing larger becomes zero: too small to change a weight
+_LARGEST_SQUARE = 127**2
+_DROPPED_BITS = 14  # of fp32's mantissa, which a scale of first moments does not have
+# Added to the bits of a float32 it carries into the exponent where the mantissa is above 1.75; 448 = 1.75 * 2^8.
+_CARRY_ABOVE_1_75, _MANTISSA_BITS = 0x1FFFFF, 23
 _LIMIT = 2.0**127
 
 
 class Moment(Protocol):
-    """How one moment rests. ``codes``: uint8, a row of bytes for each block, or one row if the format has no blocks;
-    ``scales``: one per row, in the codec's dtype.
-    """
+    """How one moment is stored. ``codes``: uint8, a row of bytes for each block, or one row without blocks. ``scales``: one per row, in the dtype that ``State`` says; a codec may keep other bits in them."""
 
     def decode(self, codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor | None) -> None:
         """Write the numbers to ``out``, float32, of as many rows. ``spare``: other memory of that shape, or None."""
@@ -70,8 +67,8 @@ class Moment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The codec of AdamW's two moments. ``noise_bits``: of the uniform noise that rounds, which leaves out ``margin``
-    at both ends; ``scale``: the dtype of scales.
+    """The codec of AdamW's two moments. Noise is whole numbers, uniform from ``margin`` to 2^``noise_bits`` -
+    ``margin``. ``scale``: the dtype of scales.
     """
 
     first: Moment
@@ -86,7 +83,7 @@ class State:
 
 
 class Weights(Protocol):
-    """How a frozen weight rests: blocks of float32 or bfloat16 to codes, as bytes, and scales."""
+    """How a frozen weight is stored: codes and scales of blocks of float32 or bfloat16."""
 
     codes: torch.dtype
     scales: torch.dtype
@@ -122,11 +119,13 @@ class Squares:
     def encode(self, values: Tensor, noise: Tensor, codes: Tensor, scales: Tensor, spare: Tensor | None) -> None:
         roots = torch.abs(values, out=spare)
         largest = roots.amax(1, keepdim=True)
-        scales.copy_(largest / _LARGEST)
+        scales.copy_(largest / _LARGEST_SQUARE)
         whole_scales = scales.view(torch.int32)
-        whole_scales.add_(1 << (_DROPPED - 1)).bitwise_right_shift_(_DROPPED).bitwise_left_shift_(_DROPPED)
+        whole_scales.add_(1 << (_DROPPED_BITS - 1)).bitwise_right_shift_(_DROPPED_BITS).bitwise_left_shift_(
+            _DROPPED_BITS
+        )
         # The root with 20 bits behind the point.
-        roots.mul_(torch.where(largest > _LEAST, _LARGEST * 2.0**40 / largest, 0.0)).sqrt_()
+        roots.mul_(torch.where(largest > _FLUSHED, _LARGEST_SQUARE * 2.0**40 / largest, 0.0)).sqrt_()
         torch.copysign(roots, values, out=values)
         whole = values.view(torch.int32).copy_(values)
         codes.view(torch.int8).copy_(whole.add_(noise).bitwise_right_shift_(20))
@@ -154,7 +153,7 @@ class E4M3:
         largest = blocks.abs().amax(1).float()
         if not (largest < _LIMIT).all():
             raise ValueError(f"a frozen weight has NaN, infinity or a number above {_LIMIT:.1e} in it")
-        exponents = (((largest.view(torch.int32) + _ABOVE) >> _MANTISSA_BITS) - 8).clamp_(min=1)
+        exponents = (((largest.view(torch.int32) + _CARRY_ABOVE_1_75) >> _MANTISSA_BITS) - 8).clamp_(min=1)
         scales = (exponents << _MANTISSA_BITS).view(torch.float32)
         return (blocks / scales.to(blocks.dtype)[:, None]).to(self.codes), scales.to(self.scales)
 
@@ -172,7 +171,7 @@ WEIGHTS: Mapping[str, Weights] = {"fp8": E4M3()}
 
 
 class EncodedWeights:
-    """``elements`` weights, whole blocks, in ``memory``: bytes of codes, and behind them the scales."""
+    """``elements`` weights, padded up to whole blocks, in ``memory``: bytes of codes, and behind them the scales."""
 
     def __init__(self, format_: str, memory: Tensor, elements: int) -> None:
         self._format = FORMATS[format_]
@@ -219,5 +218,5 @@ def once_encoded(weight: Tensor, format_: str) -> Tensor:
 
 
 def _blocks(flat: Tensor, block: int) -> Tensor:
-    """``flat`` in rows of one block, with zeros up to whole ones."""
+    """``flat`` in rows of ``block`` numbers, zero-padded to a multiple of it."""
     return pad(flat, (0, -flat.numel() % block)).view(-1, block)

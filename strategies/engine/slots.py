@@ -1,13 +1,17 @@
 """Who had a slot last, and which events free it.
 
-A slot is memory that several users take in turn. In the same order they come to it every step, but none knows who was
-there before: the plan gives each user an address, and equal addresses are one slot. ``Ring`` remembers the last user.
+A slot is memory that several users, buckets, take in turn. No user knows its predecessor: the plan gives each an
+address, and users with equal addresses share a slot. ``Ring`` remembers the last user of each. Whoever owns the users
+makes a ring for each kind of buffer (``updating/updates.py``, ``gradient_slots.py``, ``gradients_down.py``).
 
-Ordering. Every user's own work in its slot is in order: each of its steps waits for the one before. So one rule is
-left, which ``Ring.take`` has: **whoever writes a slot for its next user first waits for all that reads or writes it for
-the last one.** That writer is a stream (``transfer.wait``) or the host (``transfer.host_wait``). What it waits for is
-looked up when the slot is taken, not when it was left, for by then the last user has all its events. An update that is
-under way in the slot, and has no last event yet, settles first.
+Ordering. A user's own work in its slot is in order already: each of its steps waits for the one before. So one rule is
+left, that of ``Ring.take``: **whoever writes a slot for its next user first waits for all that reads or writes it for
+the last one.** That writer is a stream (``transfer.wait``) or the host (``transfer.host_wait``). ``take`` looks the
+events up late, when the slot is taken: only then has the last user recorded all of them. If an update is still running
+in the slot, its last event is not recorded yet; then ``left`` first settles that update.
+
+UP, DOWN and COMPUTE are streams (``transfer/transfer.py``); ARRIVAL and PARKED are items of ``core/layout.py``; the
+events are fields of ``BucketState`` and ``GradientState``.
 
     slot              written by            what its last user leaves
     visiting state    UP                    DOWN has stored the state (``stored``), which came after its update
@@ -15,10 +19,10 @@ under way in the slot, and has no last event yet, settles first.
     ARRIVAL           DOWN                  the worker has added what was there (``added``)
     PARKED            DOWN                  the worker has updated with it (``taken``); of a resident in mixed precision
                                             UP has read the new weight, which the update has left there (``arrived``)
-    disk windows      the slot's thread     what it was given for the last user, a write among it; and UP has read it
+    disk windows      the slot's thread     all jobs queued for the last user are done, and UP has read the slot
 
-The slots of a disk window (``WindowSlot``) have a thread each, and the order in which that is given its work is the
-order of what it does there: so nobody else needs to wait for a last user. Others ask it for what it was given last.
+A slot of a disk window (``WindowSlot``) needs no ring: it has a thread, which does what concerns the slot in the order
+in which it was queued. Callers wait for the job that was queued last.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ User = TypeVar("User")
 
 
 class Ring(Generic[User]):
-    """Slots of one kind. ``left`` finds what a user has left in its slot: it settles an update under way there, and
-    gives the events after which nothing of that user reads or writes the slot any more.
+    """Slots of one kind. ``left`` gives the events after which a user neither reads nor writes its slot any more
+    (None: nothing to wait for), after it has settled an update that is still running there.
     """
 
     def __init__(self, left: Callable[[User], Iterable[Event | None]]) -> None:
@@ -44,11 +48,13 @@ class Ring(Generic[User]):
         self._users: dict[int, User] = {}  # the last one, by address of the slot
 
     def last(self, slot: Tensor) -> User | None:
-        """Who took ``slot`` last, and has it still."""
+        """Who took ``slot`` last; None: nobody yet."""
         return self._users.get(slot.data_ptr())
 
     def take(self, slot: Tensor, user: User) -> Sequence[Event | None]:
-        """``slot`` is now that of ``user``. Who writes it waits first for these events, of its last user."""
+        """Make ``user`` the user of ``slot``. Returns the last user's events, for which the caller lets its writer
+        wait; nothing waits here.
+        """
         former = self.last(slot)
         events = () if former is None else tuple(self._left(former))
         self._users[slot.data_ptr()] = user
@@ -61,7 +67,7 @@ class Ring(Generic[User]):
 
 
 def thread(name: str = "stow-disk") -> Executor:
-    """What does a slot's work, or a drive's, one after the other; test doubles do it as late as it may be."""
+    """A thread that does a slot's work, or a drive's, in order. Test doubles delay each job as long as they may."""
     return ThreadPoolExecutor(1, name)
 
 
@@ -84,13 +90,15 @@ class FirstError:
 
 
 class WindowSlot:
-    """A slot of a disk window, and its thread. What it holds, and what is to come, are numbers."""
+    """A slot of a disk window, and its thread. ``holds``: the number of the piece, or of the weight's bucket, that it
+    has once the thread is done; ``expected``: those that come next.
+    """
 
     def __init__(self, first: FirstError) -> None:
         self._first = first
         self._thread = thread()
         self._last: Future[None] | None = None
-        self.holds: int | None = None  # once the thread is done
+        self.holds: int | None = None
         self.expected: list[int] = []
 
     def give(self, work: Callable[[], object]) -> Future[None]:
