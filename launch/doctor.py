@@ -30,6 +30,7 @@ if __name__ == "__main__":  # runs where the package is not installed, too
 
 from deepstow.benchmarks.harness.record import QUIET
 from deepstow.launch import cli
+from deepstow.strategies.core.on_disk import check_folders, folders_of
 from deepstow.strategies.core.sizes import human, human_duration
 from deepstow.trainer.distributed.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from deepstow.trainer.distributed.ranks import Ranks, settle_environment
@@ -179,7 +180,8 @@ def measure_rates(path: Path, disk: list[str]) -> None:
 
     began_s = time.perf_counter()
     try:
-        stored = rates.measure_and_store(path, write_line, disk)
+        places = folders_of(check_folders(disk)) if disk else ()
+        stored = rates.measure_and_store(path, write_line, places)
     except OSError as error:
         raise ConfigError(f"--out {path}: {error.strerror}") from None
     except ValueError as error:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 KEY = "strategies.tensor.degree"
 SLICES = Axis.TOKENS.value
 CHUNKS, EXCHANGE = "strategies.tensor.chunks", "strategies.tensor.exchange"
+_EXACT = f"{EXCHANGE}.tokens = 1.0 and {EXCHANGE}.bits = 16"
 _RUN_AGAIN = "blocks that run again were not compared with plain training"
 _SUMS = "ranks sum the parts of a product in another order than one rank does, and Adam enlarges what differs"
 _ROUNDING = "DeepSpeed computes with weights and gradients rounded to 16 bits; plain training autocasts fp32 weights"
@@ -51,7 +52,7 @@ RULES = (
     Rule(CHUNKS, SLICES, "which divides tokens"),
     Rule(CHUNKS, "model.lora", "adapters were not compared with plain training", "leave it out"),
     *(
-        Rule(EXCHANGE, key, "beside which it was not built")
+        Rule(EXCHANGE, key, "beside which it was not built", unless=_EXACT)
         for key in (
             "strategies.pipeline",
             "strategies.offload",

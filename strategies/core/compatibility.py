@@ -32,12 +32,13 @@ class Rule(NamedTuple):
     beside: str  # terms with " and " between; empty: none
     why: str
     cure: str = ""  # what to write instead; empty: leave one of them out
-    unless: str = ""  # terms with " or " between
+    unless: str = ""  # terms with " or " between; one may be several with " and " between
 
     def applies(self, value_of: ValueOf) -> bool:
         terms = [self.key, *filter(None, self.beside.split(" and "))]
-        spared = filter(None, self.unless.split(" or "))
-        return all(is_on(each, value_of) for each in terms) and not any(is_on(each, value_of) for each in spared)
+        spared = [each.split(" and ") for each in self.unless.split(" or ") if each]
+        refused = all(is_on(term, value_of) for term in terms)
+        return refused and not any(all(is_on(term, value_of) for term in together) for together in spared)
 
     def words(self, value_of: ValueOf) -> str:
         """Why, and the cure, behind the key and its value."""

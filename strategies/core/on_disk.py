@@ -25,7 +25,7 @@ class StoreKind:
     Args:
         where: what tables and reports call it.
         holds_weights: weights may rest there, since its bytes can be mapped.
-        bytes_per_s: that each of them reads, and writes, as long as none was measured; None: as the machine's drives.
+        bytes_per_s: that each of them reads and writes for one rank, as long as it was not measured; None: as drives.
     """
 
     where: str
@@ -149,8 +149,9 @@ def disk_bytes(layout: Layout) -> int:
 
 
 def folders_of(value: str | list[str] | None) -> tuple[str, ...]:
-    """What ``strategies.offload.disk`` names."""
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    """What ``strategies.offload.disk`` names; folders as they are written in short."""
+    places = (value,) if isinstance(value, str) else tuple(value or ())
+    return tuple(place if not place or scheme_of(place) else normpath(place) for place in places)
 
 
 def check_folders(value: str | list[str]) -> str | list[str]:

@@ -56,7 +56,9 @@ _LIMIT = 2.0**127
 
 
 class Moment(Protocol):
-    """How one moment is stored. ``codes``: uint8, a row of bytes for each block, or one row without blocks. ``scales``: one per row, in the dtype that ``State`` says; a codec may keep other bits in them."""
+    """How one moment is stored. ``codes``: uint8, a row of bytes for each block, or one row without blocks. ``scales``:
+    one per row, in the dtype that ``State`` says; a codec may keep other bits in them.
+    """
 
     def decode(self, codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor | None) -> None:
         """Write the numbers to ``out``, float32, of as many rows. ``spare``: other memory of that shape, or None."""

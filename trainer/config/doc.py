@@ -123,7 +123,8 @@ def _compatibility() -> str:
 
 
 def _terms(written: str, joint: str) -> str:
-    return joint.join(map(_term, filter(None, written.split(joint))))
+    parts = (part.split(" and ") for part in written.split(joint) if part)
+    return joint.join(" and ".join(map(_term, part)) for part in parts)
 
 
 def _term(term: str) -> str:
@@ -133,7 +134,7 @@ def _term(term: str) -> str:
     shown = key
     if section == "strategies":
         required = bool(option) and find(name).model_fields[option[0]].is_required()
-        shown = name if not option or (required and not values) else f"{name}.{option[0]}"
+        shown = name if not option or (required and not values) else ".".join((name, *option))
     return f"`{shown}`" + f" {relation} {', '.join(values).lower()}" * bool(values)
 
 

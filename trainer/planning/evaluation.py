@@ -76,6 +76,8 @@ def rows(config: RunConfig, plan: Plan, *, masked: bool = True) -> Taken:
     try:
         what = f"evaluation of {wanted}{' without mask' * (not masked)}"
         counted = cached(config, Evaluation, lambda: count(config, wanted, masked=masked), what=what)
+    except ConfigError:
+        raise  # held-out rows may be longer than those of training, and than the model has positions
     except Exception as error:  # forward without labels may do what the one that was counted for training does not
         return Taken(wanted, line=f"evaluation: its memory is not counted: {first_line(error)}")
     room = room_of(config, plan)

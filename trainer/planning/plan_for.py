@@ -133,7 +133,7 @@ def _with_evaluation(
 
     wanted = rows or DEFAULT
     try:
-        size = needed(wanted)
+        one, size = needed(1), needed(wanted)
     except Exception as error:  # a forward without gradients may do what the one of training does not
         logger.warning("the memory of an evaluation is not counted: %s", first_line(error))
         return plan
@@ -144,7 +144,7 @@ def _with_evaluation(
     if rows is not None:
         with suppress(MemoryRefusal):
             return compose(asked, counted(rows))
-    most = Evaluation.through(needed(1), size, wanted).fitting(room)
+    most = Evaluation.through(one, size, wanted).fitting(room)
     if rows is not None:
         what = f"an evaluation of so many rows takes {human(size)} on the device at once; beside training {most} fit"
         raise Refusal("eval_rows", rows, what)

@@ -138,7 +138,10 @@ class StowedTrainer:
             with self.accelerator.autocast():
                 plan = self._plan(groups, options)
         except Refusal as refused:
-            raise ValueError(str(refused).replace("strategies.offload.", "")) from None
+            line = str(refused).replace("strategies.offload.", "")
+            if "eval_rows" not in self.stow_options:
+                line = line.replace("eval_rows = ", "rows of a call by per_device_eval_batch_size = ")
+            raise ValueError(line) from None
         if "recompute" in options:
             recompute(self.model, plan)
         return plan
@@ -147,9 +150,12 @@ class StowedTrainer:
         """With the batch of the options, or the Trainer's first one; without, if forward cannot be counted on that."""
         if "batch" not in options:
             options = {**options, "batch": self._first_call()}
-        if options["batch"] is not None and getattr(self, "eval_dataset", None) is not None:
+        args = self.args
+        if getattr(self, "eval_dataset", None) is None:
+            options = {"eval_rows": 0, **options}
+        elif options["batch"] is not None and args.eval_strategy != "no":
             # A call of the model may have two rows for each row of data, or one for all.
-            rows, args = shape_of(options["batch"])[0], self.args
+            rows = shape_of(options["batch"])[0]
             number = -(-rows * args.per_device_eval_batch_size // args.per_device_train_batch_size)
             options = {"eval_rows": number, **options}
         try:
