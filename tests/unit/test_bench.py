@@ -146,7 +146,7 @@ def test_rates_of_a_named_profile_are_not_measured(monkeypatch: pytest.MonkeyPat
         ("recompute --dropout 1", "--dropout 1: must be a number >= 0 and < 1, as in 0.1"),
         ("recompute --dropout=-0.1", "--dropout -0.1: must be a number >= 0 and < 1, as in 0.1"),
         ("linear --tokens ,", "--tokens ,: must be a whole number >= 1"),
-        ("linear --subjects no", "--subjects no: must be one of plain, plain-again, ours-minimal, ours-adaptive"),
+        ("linear --subjects no", "--subjects no: must be one of plain, plain-again, ours-flip, ours-adaptive"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

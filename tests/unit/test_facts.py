@@ -376,7 +376,7 @@ def test_rows_beyond_what_rotary_embeddings_were_made_for(tmp_path: Path, capsys
 def test_facts_of_the_run() -> None:
     config = run_config(
         LLAMA, stage=1, bf16=True, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_grad_norm=0.5,
-        optim="adagrad", data={"max_length": 24},
+        optim="rmsprop", data={"max_length": 24},
     )  # fmt: skip
     run = gather(config, world_size=8, local_world_size=2, machine=probe()).run
     assert (run.micro_batch, run.sequence, run.accumulation, run.world_size) == (3, 24, 4, 8)
