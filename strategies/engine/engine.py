@@ -113,7 +113,7 @@ class Engine(Copied):
             self._enter_backward,
             unseen(self.residency.left),
             self._bring_unannounced,
-            remembers=self.shares_weights,  # residents need no order of fetches
+            records_nodes=self.shares_weights,  # residents need no order of fetches
         )
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
         moments = None if layout.moments_as == "fp32" else Moments(layout, self.arena)
@@ -207,7 +207,7 @@ class Engine(Copied):
         self._update_ready()
         self.prefetch.come_back_to(scope)
         if self.ranks.shared:
-            for other in self.hooks.comes_back_to():
+            for other in self.hooks.scopes_of_backward():
                 self.ranks.note("goes back through", other.name)
             self.gradients.exchange(self.prefetch.used(), self.prefetch.to_come())
         self.ensure(*scope.buckets)

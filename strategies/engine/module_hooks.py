@@ -1,20 +1,22 @@
 """Hooks on the modules that use weights: they tell the engine when a scope is entered and left.
 
-A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters. Hooks are only where a scope
-begins and ends, on the node that made its output, and add no autograd node: one inside a block would change the order
-in which gradient contributions are added.
+A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters. In forward a module has a hook
+before and one after; in backward the node that made its output has one before, and nothing marks the end. No hook adds
+an autograd node: one inside a block would change the order in which gradient contributions are added.
 
 [Note: order of backward] Autograd runs nodes in the reverse of the order in which they were made. So when a node of a
 scope runs, all scopes that were entered later are finished, and no scope that was entered earlier has begun. Only nodes
 made inside are hooked: a tensor that is only passed on (T5's position bias) says nothing about the scope. A node that
 was made after the output, or in a scope whose output cannot be hooked or is not used, runs unannounced; then the guard
-around each forward (``guard.py``) makes sure that it reads right weights. Weights whose gradients have all landed are
-not read again.
+around each forward (``guard.py``) brings a weight back when the node unpacks it. Weights whose gradients have all
+landed are not read again.
 
 Recomputation runs a scope's forward inside its backward and may stop in the middle; a forward that raised has no end
-either. Therefore a scope is left when another one is entered that is not inside it, in whichever direction, and at no
-other time. Recomputation of several blocks begins in the backward of the last of them; that leaves this scope, and it
-is entered again before its backward goes on.
+either. A forward that ends leaves its scope. Otherwise a scope is left when another one is entered that is not inside
+it, in whichever direction, or when everything is (``close_all``). Several blocks that are recomputed together begin in
+the backward of the last of them: entering the first one leaves the last, which is entered again when its turn comes.
+
+This file moves no weight and touches no gradient: it counts who is entered, and calls the engine.
 """
 
 from __future__ import annotations
@@ -87,9 +89,9 @@ class Call:
 
 
 class ModuleHooks:
-    """Tells the engine when scopes are entered and left: ``left`` is called with buckets when all work that uses them
-    has been launched, except that of open scopes; ``bring`` with a bucket that a backward node reads unannounced.
-    ``remembers``: keep what ``comes_back_to`` needs.
+    """Tells the engine when scopes are entered and left: ``left`` is called with the buckets of a scope that was left,
+    which another open scope may still use; ``bring`` with a bucket that a backward node reads unannounced.
+    ``records_nodes``: for ``scopes_of_backward``.
     """
 
     def __init__(
@@ -100,10 +102,10 @@ class ModuleHooks:
         left: Callable[[Iterable[BucketState]], None],
         bring: Callable[[BucketState], None],
         *,
-        remembers: bool = False,
+        records_nodes: bool = False,
     ) -> None:
         self._scopes = scopes
-        self._remembers = remembers
+        self._records_nodes = records_nodes
         self._enter_forward = enter_forward
         self._enter_backward = enter_backward
         self._left = left
@@ -111,8 +113,8 @@ class ModuleHooks:
         self._calls: list[Call] = []
         self._in_forward: list[Scope] = []
         self._in_backward: list[Scope] = []
-        self._read_only: Scope | None = None  # open in backward by an unannounced read; its hook has not run
-        self._to_leave: list[Scope] = []  # left by an unannounced read; that node may have read their weights before
+        self._opened_by_read: Scope | None = None  # open in backward by an unannounced read; its hook has not run
+        self._leave_again: list[Scope] = []  # left by an unannounced read, whose node may still read their weights
         self.backward = False  # backward has begun: a forward now is recomputation
         self._node = -1  # number of the node whose hook ran last
         self._made: list[tuple[Scope, list[Any]]] = []  # in this forward, the nodes with hooks, until backward begins
@@ -124,7 +126,7 @@ class ModuleHooks:
             handles.append(scope.module.register_forward_hook(partial(self._after, scope), always_call=True))
             own = checkpointed(scope.module)
             if own is not None:
-                own.around = partial(self._run_again, scope)
+                own.around = partial(self._around_checkpointed_forward, scope)
         return handles
 
     def forget_calls(self) -> None:
@@ -147,8 +149,10 @@ class ModuleHooks:
             scope.buckets.append(bucket)
             bucket.enter(self._in_forward.count(scope))
 
-    def comes_back_to(self) -> Iterator[Scope]:
-        """At the first hook of a backward: the scopes that it will run, as far as they were announced in forward."""
+    def scopes_of_backward(self) -> Iterator[Scope]:
+        """At the first hook of a backward: the scopes that it will run, as far as they were announced in forward. They
+        are forgotten when the first one is taken.
+        """
         made, self._made = self._made, []
         for scope, nodes in made:
             if any(torch._C._will_engine_execute_node(node) for node in nodes):
@@ -160,7 +164,7 @@ class ModuleHooks:
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
         self.backward = False
-        self._read_only = None
+        self._opened_by_read = None
         self._node = -1
         self._made = []
 
@@ -178,7 +182,7 @@ class ModuleHooks:
                 bucket.views.show_for_fused_kernels()
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any]:
-        """The guard for a forward of ``scope``, if weights that it saves travel."""
+        """The guard for a forward of ``scope``, if it saves weights for backward and any of them is not resident."""
         offloaded = [bucket for bucket in scope.buckets if not bucket.spec.resident]
         if not (offloaded and torch.is_grad_enabled() and scope.saves_weights):
             return nullcontext()
@@ -191,7 +195,7 @@ class ModuleHooks:
         call = self._calls.pop()
         call.guard.__exit__(None, None, None)
         if output is None:
-            return  # perhaps an error: the scope is left when another one is entered
+            return  # it raised, or returned None: nobody can tell, so the next one that is entered leaves it
         self._close(self._in_forward, scope)
         if scope in self._in_forward:
             self._in_forward.remove(scope)
@@ -201,7 +205,7 @@ class ModuleHooks:
             inside = [node for node in made if node._sequence_nr() >= call.first_node]
             for node in inside:
                 node.register_prehook(partial(self._before_backward, scope, node._sequence_nr()))
-            if self._remembers and not self.backward:
+            if self._records_nodes and not self.backward:
                 self._made.append((scope, inside))
 
     def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
@@ -209,7 +213,7 @@ class ModuleHooks:
             raise RuntimeError(DOUBLE)
         self._leave_pending()
         same, self._node = number == self._node, number
-        if self._in_backward and self._in_backward[-1] is scope and self._read_only is not scope:
+        if self._in_backward and self._in_backward[-1] is scope and self._opened_by_read is not scope:
             return  # another output of it
         if same and self._in_backward and scope.contains(self._in_backward[-1]):
             # The node also made the output of a block inside, whose hook ran first: that block has not ended.
@@ -217,16 +221,18 @@ class ModuleHooks:
                 return
             place = next(place for place, other in enumerate(self._in_backward) if scope.contains(other))
             self._open(self._in_backward, scope, place)
-        elif self._read_only is not scope:
+        elif self._opened_by_read is not scope:
             self._open_in_backward(scope)
-        self._read_only = None
+        self._opened_by_read = None
         self._enter_backward(scope)
 
     @contextmanager
-    def _run_again(self, scope: Scope) -> Iterator[None]:
-        """Around each forward of a checkpointed block: the first, inside its hooks, and the recomputation."""
+    def _around_checkpointed_forward(self, scope: Scope) -> Iterator[None]:
+        """Around each forward of a checkpointed block: the first one, inside of its module's hooks, and recomputations,
+        which have no hooks of their own.
+        """
         recomputes = self.backward or scope not in self._in_forward  # backward may begin with recomputation
-        if recomputes and (scope not in self._in_backward or scope is self._read_only):
+        if recomputes and (scope not in self._in_backward or scope is self._opened_by_read):
             self._unannounced(scope, *scope.buckets)
         with self._guarded(scope):
             yield
@@ -235,15 +241,15 @@ class ModuleHooks:
         """A node of ``scope`` reads ``buckets`` in backward before a hook has announced the scope.
 
         Scopes that do not contain this one have ended, but this very node may have read their weights before. So they
-        are left a second time when the node is done. What one node reads was present at once in forward, so that it
-        does not overlap.
+        are left a second time when the node is done. All weights that one node reads were present together in forward,
+        so their homes do not overlap.
         """
         self._leave_pending()
         if not (self._in_backward and self._in_backward[-1] is scope):
             opened = (*self._in_forward, *self._in_backward)
-            self._to_leave = [other for other in opened if not other.contains(scope)]
+            self._leave_again = [other for other in opened if not other.contains(scope)]
             self._open_in_backward(scope)
-            self._read_only = scope
+            self._opened_by_read = scope
         for bucket in buckets:
             self._bring(bucket)
 
@@ -260,16 +266,16 @@ class ModuleHooks:
             bucket.enter()
 
     def _leave(self, scope: Scope) -> None:
-        if scope is self._read_only:
-            self._read_only = None
+        if scope is self._opened_by_read:
+            self._opened_by_read = None
         for bucket in scope.buckets:
             bucket.leave()
         self._left(scope.buckets)
 
     def _leave_pending(self) -> None:
-        for scope in self._to_leave:
+        for scope in self._leave_again:
             self._left(scope.buckets)
-        self._to_leave.clear()
+        self._leave_again.clear()
 
     def _close(self, opened: list[Scope], entered: Scope | None) -> None:
         """Leave every scope that does not contain ``entered``."""
