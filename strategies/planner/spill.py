@@ -1,9 +1,11 @@
-"""What rests on the disk for want of memory: as little as lets the host have the rest, and all copies of weights.
+"""What rests on the disk for want of memory: as little as possible, so that the host holds the rest, and a copy of
+every weight that is not there.
 
-First the state of blocks, from the last one on, which the next forward needs last, and frozen weights that may leave
-the device. Then the weights of trained blocks, where that frees anything: a copy in whose place a gradient waits would
-leave the gradient. Embedding and head are last: where they have less than a piece of the window, its slots are as large
-as they are. Once it is known what travels, ``off_disk`` takes back what the host has room for after all.
+First the state of blocks goes, from the last one on, which the next forward needs last, and frozen weights that may
+leave the device. Then the weights of trained blocks, where that frees anything: if a gradient waits in the memory of
+the copy, the host still needs that memory. Embedding and head are last, since a piece of theirs may be larger than any
+block's, and all slots of the window are as large as the largest piece. Once it is known what travels, ``off_disk``
+takes back what the host has room for after all.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from deepstow.strategies.planner.addresses import place
 from deepstow.strategies.planner.places import Place, Placement, Places
 
 Change: TypeAlias = tuple[int, Any]  # the fields of a bucket, by index, that become others
-COPY: Any = {"copy_on_disk": False}  # a trained weight leaves the disk
-ALL: Any = {"on_disk": False}  # state, or a frozen weight, does
+COPY_BACK: Any = {"copy_on_disk": False}  # the trained weight of a bucket leaves the disk
+ALL_BACK: Any = {"on_disk": False}  # its state, or its frozen weight, does
 
 
 def spilled(places: Places, placement: Placement, host_room: float) -> Placement:
-    """``placement`` with so much on the disk, or with as much as may be there."""
+    """``placement`` with the fewest moves to the disk that make the host fit; if none do, with those that leave it the
+    least. Who asks looks whether the host fits.
+    """
     layout, disk_bytes = places.empty, places.request.disk_bytes
     if not layout.disk:
         return placement
@@ -37,7 +41,7 @@ def spilled(places: Places, placement: Placement, host_room: float) -> Placement
     largest = 0
     for index, copy, size in _moves(places, layout, none):
         whole = max(largest, size if copy or none[index].site is Site.NONE else 0)
-        # Weights are whole on one drive: the fullest has at most so much more than the others.
+        # A weight is whole on one drive, which may have so much more than each of the others.
         uneven = (len(layout.disk) - 1) * whole
         if size and total + size + uneven <= disk_bytes and (not copy or index in states):
             may.append((index, copy))
@@ -57,13 +61,14 @@ def spilled(places: Places, placement: Placement, host_room: float) -> Placement
     if not may or host(0) <= host_room:
         return none
     of_blocks = [copy for index, copy in may if index in places.of_blocks]
+    # Moves beyond these may make slots larger: all, those of blocks, and blocks' state alone.
     most = min(len(may), len(of_blocks), of_blocks.count(False), key=host)
     return with_some(bisect_left(range(most), True, lo=min(1, most), key=lambda number: host(number) <= host_room))
 
 
 @cache
 def _resting(at: Place, *, state: bool, copy: bool) -> Place:
-    """``at``, with its state, or a frozen weight, on the disk, and a trained weight."""
+    """``at`` with its state, or its frozen weight, on the disk (``state``), and its trained weight (``copy``)."""
     return at._replace(on_disk=state, copy_on_disk=copy)
 
 
@@ -81,7 +86,8 @@ def _moves(places: Places, layout: Layout, none: Placement) -> Iterator[tuple[in
         if index in places.of_blocks and none[index].site is Site.HOST:
             alone, both = (places.hosted(index, _resting(none[index], state=True, copy=copy)) for copy in (False, True))
             if both < alone:
-                bucket = replace(places.buckets[index], copy_on_disk=True)  # in fp32 the state has its master as well
+                # In fp32 the copy was the master, which the state has beside it then.
+                bucket = replace(places.buckets[index], copy_on_disk=True)
                 more = bytes_on_disk(bucket, layout) - bytes_on_disk(places.buckets[index], layout)
                 yield index, True, more + weight_bytes_on_disk(bucket)
     for index in rests:
@@ -96,16 +102,18 @@ def off_disk(layout: Layout, host_room: int) -> Layout:
     there = [index for index, bucket in enumerate(layout.buckets) if bucket.on_disk]
     if not there:
         return layout
-    copies = [(index, COPY) for index in there if layout.buckets[index].copy_on_disk]
-    changes = copies + [(index, ALL) for index in sorted(there, key=lambda index: layout.buckets[index].state_on_disk)]
-    for some in (changes, copies):  # all of them: then the host needs no slots for them, either
+    copies = [(index, COPY_BACK) for index in there if layout.buckets[index].copy_on_disk]
+    changes = copies + [
+        (index, ALL_BACK) for index in sorted(there, key=lambda index: layout.buckets[index].state_on_disk)
+    ]
+    for some in (changes, copies):  # whole groups first: with none of them there, their slots go, too
         if some and place(less := _changed(layout, some)).num_bytes(Tier.HOST) <= host_room:
             layout = less
             break
     room, taken = host_room - place(layout).num_bytes(Tier.HOST), list[Change]()
-    kept = set[int]()  # whose weights stay there, and so their state
+    kept = set[int]()  # whose weight stays there; state has to be where its weight is updated, on the disk
     for index, change in changes:
-        bucket = layout.buckets[index] if change is COPY else replace(layout.buckets[index], copy_on_disk=False)
+        bucket = layout.buckets[index] if change is COPY_BACK else replace(layout.buckets[index], copy_on_disk=False)
         size = _held(replace(bucket, **change), layout) - _held(bucket, layout)
         if size > room or index in kept:
             kept.add(index)
