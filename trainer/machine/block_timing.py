@@ -159,6 +159,21 @@ def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | Non
         return None
 
 
+def of_other_rows(folder: Path, facts: Facts) -> int | None:
+    """The tokens of the rows for which ``folder`` has measured times that are not valid for ``facts``, of the same
+    model on the same device. None: it has none such.
+    """
+    try:
+        content = json.loads((folder / FILE).read_text())
+        there, here = content["for"], key_of(facts)
+        alike = [unit[:3] for unit in there["units"]] == [unit[:3] for unit in here["units"]]
+        if content["measured"] is None or there == here or not alike or there["device"] != here["device"]:
+            return None
+        return int(there["tokens"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def lines(facts: Facts, found: UnitTimes) -> Iterator[str]:
     """Measured times next to counted ones, one line for each kind of unit."""
     rates = facts.machine.rates

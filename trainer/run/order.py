@@ -42,6 +42,7 @@ from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.distributed.ranks import Ranks, name_device
 from deepstow.trainer.errors import ConfigError, write_line, write_nothing
+from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.machine.profiles import known_rates
 from deepstow.trainer.model import attention, build, contents, mapped, parts, student, tying
@@ -145,6 +146,9 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         evaluated = collated(config, prepared.eval)
         run.evaluating = evaluation.rows(evaluated.config, plan, masked=evaluated.masked)
         before += [run.evaluating.line] if run.evaluating.line else []
+    if resumed is None and (tokens := block_timing.of_other_rows(folder, plan.facts)):
+        which = f"{tokens} tokens where this run has {plan.facts.run.sequence}, or of another mask or batch"
+        before.append(f"block times in {folder / block_timing.FILE} are of rows of {which}: they are not used")
     run.files = show_plan(run, plans, before)
     with explained(config, ranks, machine):
         for each in plans:
