@@ -28,7 +28,6 @@ from typing import NamedTuple, TypeAlias
 
 from deepstow.strategies.core.facts import Facts, Tier
 from deepstow.strategies.core.layout import Layout, Site
-from deepstow.strategies.core.on_disk import disk_bytes
 from deepstow.strategies.planner.addresses import place
 from deepstow.strategies.planner.estimate import Estimate
 from deepstow.strategies.planner.least_memory import fewest_copies
@@ -83,17 +82,13 @@ class SiteSearch:
 
     def worked_out(self, placement: Placement, device_room: int) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
-        wished, placement = placement, self._spilled(placement)
+        placement = self._spilled(placement)
         sizes = self.places.sizes(placement)
         layout = self._scheduled(placement, sizes, device_room)
         surely = sizes.host + sizes.copies <= self._host_room
         if layout is not None and not surely and place(layout).num_bytes(Tier.HOST) > self._host_room:
             layout = self._with_fewest_copies(placement, device_room)
-        layout = None if layout is None else off_disk(layout, self._host_room)
-        if layout is not None and self._facts.machine.rates is None and disk_bytes(layout):
-            # Nobody knows what the disk costs: what leaves no more copies on the host may do without it.
-            layout = self._with_fewest_copies(wished, device_room) or layout
-        return layout
+        return None if layout is None else off_disk(layout, self._host_room)
 
     def _with_fewest_copies(self, placement: Placement, device_room: int) -> Layout | None:
         """The layout of ``placement`` with as few weights offloaded as it takes; None if it does not fit."""

@@ -132,13 +132,14 @@ def _with_evaluation(
         return replace(plan.facts, run=run)
 
     wanted = rows or DEFAULT
+    budgets = (strategy.budget(plan.facts) for strategy in asked.values() if isinstance(strategy, HasBudget))
+    room = max(min(budgets) - plan.beside(), plan.saved_peak())
     try:
-        one, size = needed(1), needed(wanted)
+        size = needed(wanted)
+        one = size if size <= room else needed(1)
     except Exception as error:  # a forward without gradients may do what the one of training does not
         logger.warning("the memory of an evaluation is not counted: %s", first_line(error))
         return plan
-    budgets = (strategy.budget(plan.facts) for strategy in asked.values() if isinstance(strategy, HasBudget))
-    room = max(min(budgets) - plan.beside(), plan.saved_peak())
     if size <= room:
         return replace(plan, facts=counted(wanted))
     if rows is not None:
