@@ -8,6 +8,7 @@ interpreter ends.
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from multiprocessing import util
@@ -23,7 +24,6 @@ from deepstow.trainer.distributed.ranks import (
     Ranks,
     describe,
     from_environment,
-    process_group,
     settle_environment,
     spare_peer_access,
     unused_port,
@@ -97,10 +97,14 @@ def test_old_drivers_of_rtx_40_cards(driver: str, expected: list[str | None], mo
 
 
 def test_one_rank_opens_no_group_unless_asked() -> None:
-    import torch.distributed
-
-    with process_group(Ranks(), 10, single=False):
-        assert not torch.distributed.is_initialized()
+    """In a process of its own: others of this one may have a group."""
+    code = (
+        "import torch.distributed\n"
+        "from deepstow.trainer.distributed.ranks import Ranks, process_group\n"
+        "with process_group(Ranks(), 10, single=False):\n"
+        "    assert not torch.distributed.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 # Threads
