@@ -160,7 +160,7 @@ def check_folders(value: str | list[str]) -> str | list[str]:
     if not (folders and all(folders)):
         raise ValueError("must be a folder, or a list of folders")
     if unknown := [one for one in folders if scheme_of(one) not in STORES]:
-        raise ValueError(f"names {unknown[0]}, and what {scheme_of(unknown[0])}:// is nobody knows; name a folder")
+        raise ValueError(f"names {unknown[0]}, and there is no tier {scheme_of(unknown[0])}://; name a folder")
     if twice := [one for one, times in Counter(map(normpath, folders)).items() if times > 1]:
         raise ValueError(f"names {twice[0]} twice; write a folder of each drive once")
     return value

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from datasets import Dataset
+from torch import Tensor, nn
 
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.plan import Plan
@@ -16,12 +19,13 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.profiles import profile
-from deepstow.trainer.planning import evaluation
+from deepstow.trainer.planning import evaluation, facts
 from deepstow.trainer.planning.from_config import plan_of
 from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run.collated import collated
 from tests.helpers.live import Live
 from tests.helpers.moves import made
-from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB, run_config
+from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, VOCAB, run_config
 
 WORDS, LENGTH, ROWS = 4096, 64, 3
 ON_HOST: Mapping[str, Any] = {"offload": {"site": "host", "weights": "streamed"}}
@@ -92,6 +96,45 @@ def test_a_plan_made_in_python_leaves_room_for_it() -> None:
     assert max(beside.peak(Tier.DEVICE), away.peak(Tier.DEVICE)) <= budget
     with pytest.raises(ValueError, match=r"^eval_rows = 512: .* beside training . fit$"):
         planned(512, budget)
+
+
+class Pairs(nn.Module):
+    """Its forward takes an even number of rows: each other one is compared with the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 4096, bias=False)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        chosen, rejected = self.head(hidden).chunk(2)
+        return {"loss": (chosen - rejected).mean()}
+
+
+def test_a_forward_that_takes_no_single_row_is_planned_without_it() -> None:
+    """Where the usual number does not fit, one row is counted, too, which such a forward cannot have."""
+
+    def planned(**given: Any) -> Plan:
+        return plan_for(Pairs(), batch={"input_ids": torch.zeros(2, 128, dtype=torch.long)}, max_grad_norm=1.0, **given)
+
+    alone = planned(eval_rows=0)
+    assert planned().facts.run.evaluation_rows == evaluation.DEFAULT
+    tight = planned(gpu_memory=alone.peak(Tier.DEVICE))
+    assert tight.facts.run.evaluation_rows == 0 and tight.peak(Tier.DEVICE) <= alone.peak(Tier.DEVICE)
+
+
+def test_held_out_rows_beyond_the_models_positions_are_refused() -> None:
+    """Shorter rows of training are fine; an index error would end the first evaluation."""
+    config = run_config(GPT2, data={"max_length": 128}, use_cpu=True)
+    trained, held_out = (Dataset.from_list([{"input_ids": [1] * n, "labels": [1] * n}] * 4) for n in (16, 128))
+    assert facts.counted(collated(config, trained).config).units
+    plan: Any = SimpleNamespace(facts=SimpleNamespace(run=SimpleNamespace(stages=1)))
+    with pytest.raises(ConfigError, match=r"data\.max_length = 128: the model has 64 positions"):
+        evaluation.rows(collated(config, held_out).config, plan)
 
 
 def within(budget: str, rows: int | None, **training: Any) -> tuple[RunConfig, Plan]:

@@ -94,8 +94,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_state_rests_in_another_process(tmp_path: Path) -> None:
-    """With the bits of plain training, beside a folder too; the plan has its name and its rates, no weight goes there,
-    and a process that ends is one line.
+    """With the bits of plain training, beside a folder too; the plan has its name, rates can be measured, and
+    a process that ends is one line.
     """
     facts = plan_for(model_of(MODELS["llama"]).train(), max_grad_norm=1.0, batch=(2, 16)).facts
     ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -108,7 +108,6 @@ def test_state_rests_in_another_process(tmp_path: Path) -> None:
                 planned(facts, disk=disk, host_memory=10_000, **given)
             plan = planned(facts, disk=disk, host_memory=refused.value.needed, **given)
             assert plan.layout is not None and any(bucket.state_on_disk for bucket in plan.layout.buckets)
-            assert not any(bucket.weight_on_disk for bucket in plan.layout.buckets)
             model = model_of(MODELS["llama"]).train()
             assert differences(expected, stowed(model, plan, batches, max_norm=1.0)) == []
         assert any("in another process and on the disk" in line for line in full_report.disk_lines(plan, None))
@@ -121,6 +120,20 @@ def test_state_rests_in_another_process(tmp_path: Path) -> None:
             with pytest.raises(DiskError, match=f"the disk tier in {place}: .* could not be read: "):
                 store.read(torch.empty(8192, dtype=torch.uint8), 0)
     assert tiers.unsuitable(place).startswith("nobody answers")
+
+
+def test_weights_do_not_rest_where_bytes_cannot_be_mapped(tmp_path: Path) -> None:
+    """On a folder they do, where the host has no room for them."""
+    facts = plan_for(model_of(MODELS["llama"]).train(), max_grad_norm=0.0, eval_rows=0, batch=(2, 16)).facts
+    given: Any = {"site": "host", "weights": "streamed", "gradients": "passing", "disk_memory": "64MiB"}
+    there = {}
+    for disk in (str(tmp_path), "tcp://nobody:1"):
+        with pytest.raises(MemoryRefusal) as refused:
+            planned(facts, disk=disk, host_memory=10_000, **given)
+        plan = planned(facts, disk=disk, host_memory=refused.value.needed, **given)
+        assert plan.layout is not None
+        there[disk] = any(bucket.weight_on_disk for bucket in plan.layout.buckets)
+    assert there == {str(tmp_path): True, "tcp://nobody:1": False}
 
 
 def test_rates_of_kinds_and_of_what_was_measured() -> None:
@@ -136,5 +149,5 @@ def test_rates_of_kinds_and_of_what_was_measured() -> None:
 
 
 def test_a_scheme_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"names s3://bucket, and what s3:// is nobody knows"):
+    with pytest.raises(ValueError, match=r"names s3://bucket, and there is no tier s3://; name a folder"):
         on_disk.check_folders("s3://bucket")

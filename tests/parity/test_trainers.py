@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.run.stowed_trainer import stowed
 from tests.helpers.marks import rarely, some_rarely
-from tests.helpers.trainers import ON_POLICY, TRAINERS, llama, stock, trained, unlike
+from tests.helpers.trainers import ON_POLICY, ROWS, TRAINERS, arguments, llama, stock, trained, unlike
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ON_RANKS = ("Trainer, accumulation", "Trainer, fp16", "SFTTrainer, peft_config", "DPOTrainer")  # a loop of each kind
@@ -68,6 +68,12 @@ def test_moments_in_fewer_bits(tmp_path: Path) -> None:
     _, alone, _ = trained(TRAINERS["Trainer"], lambda base: base, str(tmp_path))
     apart = [(weights[name] - value).norm() / value.norm() for name, value in alone.items()]
     assert 0 < max(apart) < 0.05
+
+
+def test_without_held_out_rows_no_evaluation_is_planned(tmp_path: Path) -> None:
+    trainer = stowed(Trainer)(llama(), arguments(TrainingArguments, str(tmp_path)), train_dataset=ROWS)
+    trainer.create_optimizer()
+    assert trainer.plan.facts.run.evaluation_rows == 0
 
 
 def test_from_a_budget(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from deepstow.strategies.backends.codec_rows import BLOCK, Codec
 from deepstow.strategies.backends.exchanged import among_zeros, chosen, of_tokens
+from deepstow.strategies.core.compatibility import refusals
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import MachineFacts
 from deepstow.strategies.core.plan import Tier
+from deepstow.strategies.core.registry import find, rules
 from deepstow.strategies.report import plan_table
 from deepstow.strategies.tensor import Tensor as Strategy
 from deepstow.trainer.run.resume_rules import compare
@@ -98,6 +100,19 @@ def test_the_plan_says_what_is_sent_and_whether_coding_takes_longer() -> None:
     assert "sends 20.12 MB" in (line := said(1e13, bits=8)) and "more than it saves: take 16 bits" in line
     assert "sends 20.02 MB" in (line := said(1e7, tokens=0.5)) and "coding takes 0 ms" in line
     assert said(1e7) == ""
+
+
+def test_an_exact_exchange_goes_with_all_that_a_lossy_one_does_not() -> None:
+    beside = {"offload": find("offload").model_validate({})}
+    for exchange, refused in (
+        ({}, False),
+        ({"tokens": 1.0, "bits": 16}, False),
+        ({"bits": 8}, True),
+        ({"tokens": 0.5}, True),
+    ):
+        asked = {"tensor": Strategy.model_validate({"degree": 2, "exchange": exchange}), **beside}
+        found = [one for one in refusals(rules(asked), asked, run_facts()) if one.key.endswith("tensor.exchange")]
+        assert bool(found) is refused, exchange
 
 
 def test_never_called_equal() -> None:
