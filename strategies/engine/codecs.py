@@ -112,7 +112,7 @@ class UpperHalf:
 
 
 class Squares:
-    """int8, first moment: squares of whole numbers with a sign, times a step."""
+    """int8, first moment: squares of whole numbers with a sign, times a scale."""
 
     def decode(self, codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor | None) -> None:
         out.copy_(codes.view(torch.int8))

@@ -80,24 +80,22 @@ class Engine(Copied):
     ) -> None:
         transfer = runtime.transfer
         device = runtime.device
-        beside = runtime.beside
-        debug = runtime.debug
         self.layout = layout
         self.device = device
         self.rule = rule
         self.transfer = transfer
         self.groups = groups
-        self._debug = debug
-        group = runtime.group
-        two_level = runtime.two_level
-        total_norm = runtime.total_norm
-        self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside, debug=debug)
+        self._debug = runtime.debug
+        self.ranks = ranks_of(
+            runtime.group, model, layout, transfer, device, runtime.two_level,
+            beside=runtime.beside, debug=runtime.debug,
+        )  # fmt: skip
         self.arena = Arena(addresses, device, self.ranks.common)
         self.disk = DiskState(layout, self.arena) if state_file_bytes(layout) else None
         self.disk_weights = DiskWeights(layout, self.arena, transfer) if weight_file_bytes(layout) else None
         self.buckets = list(self._make_buckets(model))
         self.ranks.connect(self.buckets, self.arena)
-        self.worker = Worker(spare_cores() if beside else None, device)
+        self.worker = Worker(spare_cores() if runtime.beside else None, device)
         for bucket in self.buckets if device.type != "cpu" else ():  # pinning takes all pages at once
             self.worker.submit(bucket.index, bucket.touch_state).result()
         self.arena.pin()
@@ -105,7 +103,7 @@ class Engine(Copied):
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
         self._offloads = not all(bucket.spec.resident for bucket in self.buckets)
         codes = self.arena.of("", Item.CODES, torch.uint8)
-        self.residency = Residency(self.ranks, transfer, self.disk_weights, codes, debug=debug)
+        self.residency = Residency(self.ranks, transfer, self.disk_weights, codes, debug=runtime.debug)
         scopes = find_scopes(model, self.bucket_of)
         self.hooks = ModuleHooks(
             scopes,
@@ -122,11 +120,12 @@ class Engine(Copied):
         self.trained = {id(bucket.params[index]) for bucket, index in order}
         self.gradients = Gradients(
             layout, order, self.ranks, transfer, self.worker, self.updates, self._completed,
-            self._settle_after_backward, total_norm,
+            self._settle_after_backward, runtime.total_norm,
         )  # fmt: skip
         self.prefetch = Prefetch(scopes, self.residency, self.updates)
         self.clipping = Clipping(layout, self.gradients, transfer, device)
-        self.skipped_steps = SkippedSteps(transfer, among_ranks=self.ranks.many or total_norm is not norm_of_all)
+        several = self.ranks.many or runtime.total_norm is not norm_of_all
+        self.skipped_steps = SkippedSteps(transfer, among_ranks=several)
         self._used: dict[int, dict[str, Any]] = {}  # copies of the groups that this step's jobs have, by number
         self._ready: list[BucketState] = []  # complete buckets whose updates start in backward
         self.unannounced = 0  # reads in backward that no hook announced and that had to fetch their weights

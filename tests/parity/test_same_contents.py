@@ -342,7 +342,7 @@ def test_a_checkpoint_that_says_less(home: Path, capsys: pytest.CaptureFixture[s
     assert "its weights are not those" in refused(more, home, capsys)
 
 
-def test_a_checkpoint_that_says_less_of_other_rows(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_says_less_measured_for_other_rows(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files are compared as that release did; a base that it does not know cannot have moved."""
     tree = run_of(home)
     begun(tree, home)

@@ -159,7 +159,7 @@ def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | Non
         return None
 
 
-def of_other_rows(folder: Path, facts: Facts) -> int | None:
+def measured_for_other_rows(folder: Path, facts: Facts) -> int | None:
     """The tokens of the rows for which ``folder`` has measured times that are not valid for ``facts``, of the same
     model on the same device. None: it has none such.
     """

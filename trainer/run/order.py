@@ -146,7 +146,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         evaluated = collated(config, prepared.eval)
         run.evaluating = evaluation.rows(evaluated.config, plan, masked=evaluated.masked)
         before += [run.evaluating.line] if run.evaluating.line else []
-    if resumed is None and (tokens := block_timing.of_other_rows(folder, plan.facts)):
+    if resumed is None and (tokens := block_timing.measured_for_other_rows(folder, plan.facts)):
         which = f"{tokens} tokens where this run has {plan.facts.run.sequence}, or of another mask or batch"
         before.append(f"block times in {folder / block_timing.FILE} are of rows of {which}: they are not used")
     run.files = show_plan(run, plans, before)
