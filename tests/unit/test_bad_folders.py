@@ -260,7 +260,8 @@ TEMPLATES = {
 def test_templates(
     template: str, words: str, models: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "SECONDS", 0.2)
+    # Time is the bound of those whose words name it; the others must reach theirs however slow the machine is.
+    monkeypatch.setattr(bounds, "SECONDS", 0.2 if "0.2 s" in words else 60.0)
     change = text("chat_template.jinja", template)
     code, lines = refused(train, models / "whole", tmp_path, change, capfd, "chats")
     assert code == 3 and len(lines) == 1 and words in lines[0], lines
