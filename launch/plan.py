@@ -119,7 +119,7 @@ def show(arguments: argparse.Namespace) -> None:
     asked = asked_of(arguments)
     config = config_of(arguments)
     machine, ranks = machine_of(arguments), ranks_of(arguments)
-    from deepstow.strategies.backends import deepspeed
+    from deepstow.strategies.parallel import deepspeed
     from deepstow.strategies.planner.step_cost import plan_cost
     from deepstow.strategies.report import full_report
     from deepstow.trainer.planning import evaluation

@@ -8,14 +8,14 @@ number of slices; all ranks end with the same bits. Rings add more than two rank
 
 How they exchange is said in ``strategies/engine/ranks/two_level.py``, what it takes in
 ``strategies/planner/two_level.py``. Who exchanges: torch's DistributedDataParallel by a communication hook, DeepSpeed's
-stage 0 between its backward and its step (``strategies/backends/two_level.py``), and the memory engine. Refused: what
+stage 0 between its backward and its step (``strategies/plugins/two_level.py``), and the memory engine. Refused: what
 exchanges otherwise, such as DeepSpeed's other stages, and machines with different numbers of ranks.
 
-``compress`` makes messages of data parallelism smaller instead (``strategies/backends/compressed.py``), plain or in the
+``compress`` makes messages of data parallelism smaller instead (``strategies/plugins/compressed.py``), plain or in the
 memory engine. It is lossy, and no tolerance is declared: what is not sent now is sent later, or never. Refused beside
 all that exchanges gradients otherwise (``zero`` without ``offload`` among it), in phases as well, and where errors that
 are kept would be of another scale (fp16's loss scale).
-``local_steps`` (``strategies/backends/local_steps.py``) is lossy in the same sense, and refused beside the same.
+``local_steps`` (``strategies/plugins/local_steps.py``) is lossy in the same sense, and refused beside the same.
 """
 
 from __future__ import annotations

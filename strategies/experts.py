@@ -8,7 +8,7 @@ Invariant. Ranks have other rows, as data ranks have, and no row is dropped. The
 without ``experts`` but for rounding: an expert's products take the rows of all ranks at once, and so does the gradient
 of its weights. The number of slices changes no bit.
 
-How rows travel is said in ``strategies/backends/expert_exchange.py``, how gradients and norms are put together in
+How rows travel is said in ``strategies/parallel/expert_exchange.py``, how gradients and norms are put together in
 ``expert_parts.py``. Beside ZeRO 1 and 2, ranks with the same experts share their state, all ranks that of the rest.
 What is refused, and why: docs/strategies/experts.md.
 """
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepstow.strategies.backends import deepspeed
 from deepstow.strategies.core.facts import EXPERT, Facts, Param, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
 from deepstow.strategies.core.protocol import (
@@ -33,6 +32,7 @@ from deepstow.strategies.core.protocol import (
     Strategy,
     compared_with,
 )
+from deepstow.strategies.parallel import deepspeed
 from deepstow.strategies.planner.expert_slices import Exchanges, exchanges_of
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Experts(Strategy):
         return exchanges_of(facts, experts, self.degree, None if self.slices == "auto" else self.slices)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from deepstow.strategies.backends.expert_parts import ExpertParts
+        from deepstow.strategies.parallel.expert_parts import ExpertParts
 
         zero = deepspeed.stage(plan) is not None
         ExpertParts(model, self.degree, self._exchanges(plan.facts).slices, zero=zero)

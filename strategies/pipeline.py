@@ -7,12 +7,12 @@ Invariant. The order of sums is that of one process that accumulates the micro-b
 norms have its bits. A tied head has a copy at each end; their gradients are added after all micro-batches, which is
 another order of sums.
 
-The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. With
+The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/parallel/pipelining.py``. With
 ``offload`` beside it, the memory engine trains each stage: it is told when the backward of another micro-batch begins,
 and stages combine the norms of their gradients before any of them updates. With ``zero`` of stage 1 alone, copies of a
-stage divide the optimizer's state (``strategies/backends/pipeline_zero.py``), and the bits stay. With ``tensor`` ranks
+stage divide the optimizer's state (``strategies/parallel/pipeline_zero.py``), and the bits stay. With ``tensor`` ranks
 divide the layers of each stage, and the bits are those of ``tensor`` alone. Blocks that cannot run apart are refused
-after a trial on a small copy (``strategies/backends/stages.py``).
+after a trial on a small copy (``strategies/parallel/stages.py``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Invariant. A step trains the tokens that plain training on one rank per row trai
 attention, and their loss has the same weight. Gradients are sums over the slices, taken in another order, so a step is
 equal to rounding only.
 
-How it is computed, and why it is not DeepSpeed's: ``strategies/backends/ulysses.py``. What is refused, and why:
+How it is computed, and why it is not DeepSpeed's: ``strategies/parallel/ulysses.py``. What is refused, and why:
 docs/strategies/sequence.md.
 """
 
@@ -78,7 +78,7 @@ class Sequence(Strategy):
         )
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from deepstow.strategies.backends import ulysses
+        from deepstow.strategies.parallel import ulysses
 
         ulysses.start(model, plan.facts.run.grid)
 

@@ -7,12 +7,12 @@ activations fall to 1 / T; the hidden states between them are whole.
 Invariant. Ranks of one copy are given the same rows and compute the same hidden states, so what is not divided stays
 equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
 than in plain training, so that a step is equal to rounding only. With ``sequence_parallel`` they compute slices of the
-hidden states between divided layers (``strategies/backends/scattered.py``), and send as many bytes in forward. With
-``chunks`` they sum the rows of one chunk while they compute the next (``strategies/backends/chunked.py``). With
-``exchange`` they sum fewer tokens, in fewer bits (``strategies/backends/exchanged.py``), which is lossy.
+hidden states between divided layers (``strategies/parallel/scattered.py``), and send as many bytes in forward. With
+``chunks`` they sum the rows of one chunk while they compute the next (``strategies/plugins/chunked.py``). With
+``exchange`` they sum fewer tokens, in fewer bits (``strategies/plugins/exchanged.py``), which is lossy.
 
 DeepSpeed's AutoTP does the work, in its engine or, for the stage of a pipeline, alone: the pipeline sums, clips and
-updates then. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
+updates then. Which layers it divides is said in ``strategies/parallel/autotp.py``, how many bytes
 that leaves on a rank is counted on such a model (``trainer/model/tensor_share.py``), so the other strategies decide
 about one rank's part. What is refused, and why: docs/strategies/tensor.md.
 """
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deepstow.strategies.backends import autotp, deepspeed
 from deepstow.strategies.core.compatibility import Rule
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
 from deepstow.strategies.core.protocol import LOSSY, Axis, Losses, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.parallel import autotp, deepspeed
 from deepstow.strategies.planner import exchanged_rows
 from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
 from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
@@ -201,14 +201,8 @@ class Tensor(Strategy):
         return exchanged_rows.words(facts, how.words, how.tokens, how.bits, segmented=how.codec == "segmented")
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from deepstow.strategies.backends import (
-            chunked,
-            codec_rows,
-            exchanged,
-            scattered,
-            tensor_adapters,
-            tensor_shards,
-        )
+        from deepstow.strategies.parallel import scattered, tensor_adapters, tensor_shards
+        from deepstow.strategies.plugins import chunked, codec_rows, exchanged
 
         changed = self.sequence_parallel or self.chunks is not None or self.lossy is not None
         if plan.facts.run.stages > 1 or plan.facts.run.stowed or changed:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from deepstow.strategies.backends import deepspeed
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
 from deepstow.strategies.core.protocol import BITWISE, FitOptions, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.parallel import deepspeed
 from deepstow.strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
 
 if TYPE_CHECKING:

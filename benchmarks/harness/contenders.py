@@ -65,7 +65,7 @@ class Trained:
 
 def prepare(model: Any, device: torch.device, compiled: str, attention: str, liger: bool = False) -> None:
     """Compile blocks by a backend, choose the attention, or replace kernels by Liger's. Unavailable: not here."""
-    from deepstow.strategies.backends import varlen
+    from deepstow.strategies.parallel import varlen
 
     if attention == varlen.NAME:
         varlen.register()

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How gradients are exchanged in fewer bytes (``strategies/backends/compressed.py``)."""
+    """How gradients are exchanged in fewer bytes (``strategies/plugins/compressed.py``)."""
 
     method: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8"]
     density: float  # the part of the elements that top-k sends

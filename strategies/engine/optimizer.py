@@ -87,7 +87,7 @@ def stow(
     if stowed_by(model) is not None:
         raise ValueError("this model is stowed already; close() its optimizer first")
     run = plan.facts.run
-    alone = run.adding_copies < run.copies  # and exchange weights now and then (``backends/local_steps.py``)
+    alone = run.adding_copies < run.copies  # and exchange weights now and then (``plugins/local_steps.py``)
     if process_group is None and dist.is_available() and dist.is_initialized() and not alone:
         process_group = dist.group.WORLD
     ranks = 1 if process_group is None else dist.get_world_size(process_group)

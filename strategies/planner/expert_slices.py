@@ -1,7 +1,7 @@
 """What exchanging the rows of experts takes, and in how many slices it takes the least. Numbers only.
 
 A layer sends rows to their experts and results back, slice by slice. Products of one slice run while others travel;
-everything that travels takes the same network, in the order of ``strategies/backends/expert_exchange.py``. Rows are
+everything that travels takes the same network, in the order of ``strategies/parallel/expert_exchange.py``. Rows are
 assumed to be spread evenly over experts: what one rank has too many, all wait for.
 
 Where the rates of the machine are unknown there are two slices, the least with which anything overlaps.

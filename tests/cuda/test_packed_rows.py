@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen as kernels
 
-from deepstow.strategies.backends import varlen
+from deepstow.strategies.parallel import varlen
 from tests.parity.test_packed_waits import LENGTHS, batch, model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

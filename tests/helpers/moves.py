@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.parallel.autotp import Cut, cut_of
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from tests.helpers.engine import shared_state

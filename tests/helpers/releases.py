@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.backends.deepspeed import builds_under_stage_3
 from deepstow.strategies.core.protocol import Refusal, is_older
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.memory.scratch_file import ScratchFile
+from deepstow.strategies.parallel.deepspeed import builds_under_stage_3
 from deepstow.strategies.pipeline import RETURNS_FROM
 from deepstow.trainer.tasks.task import READS_MODULES
 

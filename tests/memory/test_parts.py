@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from deepstow.strategies.backends.autotp import Cut, cut_of
-from deepstow.strategies.backends.stages import replace
+from deepstow.strategies.parallel.autotp import Cut, cut_of
+from deepstow.strategies.parallel.stages import replace
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from deepstow.strategies.backends import tensor_shards
-from deepstow.strategies.backends.codec_rows import Codec
-from deepstow.strategies.backends.exchanged import Exchange, among_zeros, exchange_of, of_tokens, start
+from deepstow.strategies.parallel import tensor_shards
+from deepstow.strategies.plugins.codec_rows import Codec
+from deepstow.strategies.plugins.exchanged import Exchange, among_zeros, exchange_of, of_tokens, start
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.marks import rarely

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from deepstow.strategies import experts
-from deepstow.strategies.backends import deepspeed
-from deepstow.strategies.backends.expert_parts import ExpertParts
 from deepstow.strategies.core.plan import Kind as Bytes
 from deepstow.strategies.core.plan import Tier
+from deepstow.strategies.parallel import deepspeed
+from deepstow.strategies.parallel.expert_parts import ExpertParts
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deepstow.strategies.backends.local_steps import LocalSteps
 from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.plugins.local_steps import LocalSteps
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from tests.helpers.moves import Kind, different, in_turn

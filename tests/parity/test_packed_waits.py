@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import masking_utils
 
-from deepstow.strategies.backends import varlen
 from deepstow.strategies.engine.forward.checkpointing import Names, checkpoint_blocks
+from deepstow.strategies.parallel import varlen
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from deepstow.strategies.backends.pipeline_gradients import StageGradients
-from deepstow.strategies.backends.pipelining import Pipeline
-from deepstow.strategies.backends.stages import CannotCut, Stage, form_of
 from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.parallel.pipeline_gradients import StageGradients
+from deepstow.strategies.parallel.pipelining import Pipeline
+from deepstow.strategies.parallel.stages import CannotCut, Stage, form_of
 from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepstow.strategies.backends import ulysses, varlen
 from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.parallel import ulysses, varlen
 from deepstow.strategies.sequence import MODELS as NOT_REFUSED
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepstow.strategies.backends import autotp
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.grid import Grid
 from deepstow.strategies.core.plan import Kind as Bytes
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.core.registry import find
+from deepstow.strategies.parallel import autotp
 from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
@@ -271,7 +271,7 @@ def in_fp64_with_biases(given: Mapping[str, Any]) -> Any:
 
 def step_of_both(losses: Sequence[torch.Tensor], rules: Sequence[torch.optim.Optimizer]) -> float:
     """A clipped step of a whole model and of a divided one; the largest difference of their losses and norms."""
-    from deepstow.strategies.backends import tensor_shards
+    from deepstow.strategies.parallel import tensor_shards
 
     for loss in losses:
         loss.backward()
@@ -291,7 +291,7 @@ def in_fp64(ranks: Ranks) -> dict[str, Any]:
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from deepstow.strategies.backends import tensor_shards
+    from deepstow.strategies.parallel import tensor_shards
 
     torch.manual_seed(0)
     plain: Any = LlamaForCausalLM(LlamaConfig(**LLAMA)).double()
@@ -328,10 +328,10 @@ def stages_in_fp64(ranks: Ranks, schedule: str) -> float:
 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from deepstow.strategies.backends import pipelining, tensor_shards
-    from deepstow.strategies.backends.pipeline_gradients import StageGradients
-    from deepstow.strategies.backends.pipeline_state import gathered
-    from deepstow.strategies.backends.stages import Stage, form_of
+    from deepstow.strategies.parallel import pipelining, tensor_shards
+    from deepstow.strategies.parallel.pipeline_gradients import StageGradients
+    from deepstow.strategies.parallel.pipeline_state import gathered
+    from deepstow.strategies.parallel.stages import Stage, form_of
 
     config, kind, grid = Qwen3Config(**{**QWEN3, "num_hidden_layers": 4}), Schedule(schedule), Grid(2, 1, 2)
     torch.manual_seed(0)
@@ -400,7 +400,7 @@ def summed(ranks: Ranks) -> tuple[int, int, int]:
     """
     import deepspeed.module_inject.layers as layers
 
-    from deepstow.strategies.backends import tensor_shards
+    from deepstow.strategies.parallel import tensor_shards
 
     made, comm = list[int](), layers.dist
     layers.dist = SimpleNamespace(

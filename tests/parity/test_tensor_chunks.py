@@ -12,7 +12,8 @@ import torch
 from torch.distributed import all_reduce
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepstow.strategies.backends import autotp, chunked, tensor_shards
+from deepstow.strategies.parallel import autotp, tensor_shards
+from deepstow.strategies.plugins import chunked
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.moves import Kind

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepstow.strategies.backends import autotp, scattered, tensor_shards
 from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.strategies.parallel import autotp, scattered, tensor_shards
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.run.export import export

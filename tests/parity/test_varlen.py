@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepstow.strategies.backends import varlen
 from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
+from deepstow.strategies.parallel import varlen
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import attention

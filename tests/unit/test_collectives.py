@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from deepstow.strategies.backends.two_level import average_gradients
 from deepstow.strategies.collectives import Collectives
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts
@@ -16,6 +15,7 @@ from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from deepstow.strategies.planner.two_level import GATHERS, best, phases
+from deepstow.strategies.plugins.two_level import average_gradients
 from deepstow.strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts, refusals_of, run_facts
 from tests.unit.test_rates import some_rates

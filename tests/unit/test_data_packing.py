@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
-from deepstow.strategies.backends import varlen
+from deepstow.strategies.parallel import varlen
 from deepstow.trainer.data import mapped, packing
 from deepstow.trainer.data.collate import Collator, packing_supported
 from deepstow.trainer.data.packing import MASKED, chunk, pack, rows, split, whole

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepstow.strategies.backends.codec_rows import BLOCK, Codec
-from deepstow.strategies.backends.exchanged import among_zeros, chosen, of_tokens
 from deepstow.strategies.core.compatibility import refusals
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import MachineFacts
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.core.registry import find, rules
+from deepstow.strategies.plugins.codec_rows import BLOCK, Codec
+from deepstow.strategies.plugins.exchanged import among_zeros, chosen, of_tokens
 from deepstow.strategies.report import plan_table
 from deepstow.strategies.tensor import Tensor as Strategy
 from deepstow.trainer.run.resume_rules import compare

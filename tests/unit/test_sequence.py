@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepstow.strategies.backends import varlen
-from deepstow.strategies.backends.ulysses import Ulysses
 from deepstow.strategies.core import protocol
 from deepstow.strategies.core.grid import Cell, Grid
 from deepstow.strategies.core.plan import Kind
 from deepstow.strategies.experts import Experts
+from deepstow.strategies.parallel import varlen
+from deepstow.strategies.parallel.ulysses import Ulysses
 from deepstow.strategies.sequence import Sequence
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError

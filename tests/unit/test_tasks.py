@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import EvalPrediction, LlamaConfig
 
-from deepstow.strategies.backends.deepspeed import ds_config
+from deepstow.strategies.parallel.deepspeed import ds_config
 from deepstow.trainer.config.conflicts import OWN_LOSS
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.config.sections import LoraSection, RunConfig

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepstow.strategies.backends import tensor_shards
 from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.parallel import tensor_shards
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from deepstow.strategies.backends.deepspeed_state import DeepSpeedState
 from deepstow.strategies.engine.updating.optim import class_of
+from deepstow.strategies.parallel.deepspeed_state import DeepSpeedState
 from deepstow.strategies.state import saved_state
 from deepstow.strategies.state.saved_state import Weights
 from deepstow.strategies.state.spans import WEIGHT, Store

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.backends import deepspeed as backend
-from deepstow.strategies.backends.deepspeed import clips_itself, ds_config
 from deepstow.strategies.core import protocol
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Precision
 from deepstow.strategies.core.plan import RUN, EngineSet, Plan, Tier, When
 from deepstow.strategies.core.protocol import Phase, Requirement
 from deepstow.strategies.core.registry import find
+from deepstow.strategies.parallel import deepspeed as backend
+from deepstow.strategies.parallel.deepspeed import clips_itself, ds_config
 from deepstow.strategies.planner.zero_bytes import MAX_BUCKET
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
@@ -139,7 +139,7 @@ def test_reserved_buffers_as_labelled_sums() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model", "modules"), [(LLAMA, ["q_proj", "down_proj"]), (GPT2, ["c_attn", "c_fc"])])
 def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(model: dict[str, Any], modules: list[str]) -> None:
-    """Behind a frozen embedding no gradient reaches the first block's input; see ``backends/deepspeed.py``. GPT-2 keeps
+    """Behind a frozen embedding no gradient reaches the first block's input; see ``parallel/deepspeed.py``. GPT-2 keeps
     its matrices the other way round.
     """
     lora = {"lora": {"r": 3, "target_modules": modules}}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from deepstow.strategies.backends.varlen import DOCUMENTS, Documents
+from deepstow.strategies.parallel.varlen import DOCUMENTS, Documents
 from deepstow.trainer.data import packing
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.errors import ConfigError

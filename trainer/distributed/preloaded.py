@@ -16,7 +16,7 @@ NAMES = (
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.utils.pin_memory", "transformers.trainer", "transformers.models.llama.modeling_llama", "datasets",
     "accelerate", "peft", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.utils.serialization",
-    "deepstow.strategies.backends.deepspeed_state", "deepstow.strategies.engine.forward.routed_linear",
+    "deepstow.strategies.parallel.deepspeed_state", "deepstow.strategies.engine.forward.routed_linear",
     "deepstow.trainer.data.collate", "deepstow.trainer.data.prepare", "deepstow.trainer.data.sample",
     "deepstow.trainer.data.tokenizer", "deepstow.trainer.run.export", "deepstow.trainer.run.oom",
     "deepstow.trainer.run.order", "deepstow.trainer.run.plan_check", "deepstow.trainer.run.run",

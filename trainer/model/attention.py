@@ -1,7 +1,7 @@
 """Which attention a model is built with, and what this machine lacks for it.
 
 Names are Transformers' (``attn_implementation``), and ``sdpa_varlen``, which it is told of
-(``strategies/backends/varlen.py``). Liger's kernels are among what is refused.
+(``strategies/parallel/varlen.py``). Liger's kernels are among what is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def options(section: ModelSection) -> dict[str, str]:
     if section.attention_mask is not None:
         return _masked(section, section.attn_implementation or SDPA)
     if section.attn_implementation == VARLEN:
-        from deepstow.strategies.backends import varlen
+        from deepstow.strategies.parallel import varlen
 
         varlen.register()
     return {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
@@ -41,7 +41,7 @@ def options(section: ModelSection) -> dict[str, str]:
 def prepare(section: ModelSection, model: PreTrainedModel) -> None:
     """Let ``model`` ask for no mask of packed rows, where its attention needs none."""
     if section.attn_implementation == VARLEN:
-        from deepstow.strategies.backends import varlen
+        from deepstow.strategies.parallel import varlen
 
         varlen.prepare(model)
 

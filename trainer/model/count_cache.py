@@ -34,7 +34,7 @@ SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     ROOT / "strategies/core/facts.py",
     *(ROOT / f"trainer/planning/{name}.py" for name in ("evaluation", "facts", "positions")),
-    *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "ulysses", "varlen")),
+    *(ROOT / f"strategies/parallel/{name}.py" for name in ("autotp", "scattered", "ulysses", "varlen")),
 )
 PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepstow.strategies.backends.tensor_shards import Shard
 from deepstow.strategies.engine.tensors.nested import tensors_in
 from deepstow.strategies.engine.tensors.parameters import LATER, is_placeholder, placeholder
+from deepstow.strategies.parallel.tensor_shards import Shard
 from deepstow.trainer.model.build import forget_marks, refuse_uninitialised, tensors_of
 from deepstow.trainer.model.saved_tensors import NotInParts, saved_tensors
 

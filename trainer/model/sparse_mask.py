@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepstow.strategies.backends import varlen
+from deepstow.strategies.parallel import varlen
 
 OWN = "cannot go with model.attention_mask: layers of this model have masks of their own; leave it out"
 UNASKED = "cannot go with model.attention_mask: this model computes attention without asking for a mask; leave it out"

@@ -1,6 +1,6 @@
 """One rank's part of a model under tensor parallelism, without storage, to be counted like a whole model.
 
-The linear layers that DeepSpeed's AutoTP divides (``strategies/backends/autotp.py``) get the shapes that they have on
+The linear layers that DeepSpeed's AutoTP divides (``strategies/parallel/autotp.py``) get the shapes that they have on
 the first rank, which has the most where a size does not divide. What exchanges need for a moment is not counted; they
 keep nothing for backward.
 """
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.backends import scattered
-from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.parallel import scattered
+from deepstow.strategies.parallel.autotp import Cut, cut_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -375,7 +375,7 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
     ids, slices = torch.zeros(shape, dtype=torch.long), run_facts(config, 1).slices
     inputs = {"input_ids": ids, **TASKS[config.task].targets(ids, config)}
     if slices > 1:  # attention over slices takes no mask
-        from deepstow.strategies.backends import ulysses
+        from deepstow.strategies.parallel import ulysses
 
         return ulysses.count(model, slices).slice_of(inputs)
     name = str(config.model.attn_implementation)
@@ -383,7 +383,7 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
     if config.data.packing:
         inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         if masked and name == attention.VARLEN:  # two documents: the results of several are copied into one
-            from deepstow.strategies.backends import varlen
+            from deepstow.strategies.parallel import varlen
 
             first = -(-shape[1] // 2)
             inputs["position_ids"] = (torch.arange(shape[1]) % first).repeat(shape[0], 1)

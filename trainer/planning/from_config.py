@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepstow.strategies.backends.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
 from deepstow.strategies.core.plan import Conflict, Plan, Tier
 from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Requirement
 from deepstow.strategies.core.sizes import human
+from deepstow.strategies.parallel.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.trainer.errors import ConfigError, TooLargeError
 from deepstow.trainer.machine import block_timing

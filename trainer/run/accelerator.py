@@ -25,9 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_map_only
 
-from deepstow.strategies.backends import tensor_shards, two_level
 from deepstow.strategies.core.grid import Grid
 from deepstow.strategies.engine import StowOptimizer, stowed_by
+from deepstow.strategies.parallel import tensor_shards
+from deepstow.strategies.plugins import two_level
 from deepstow.trainer.run import loading
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from deepstow.strategies.backends.compressed import Compressed
-    from deepstow.strategies.backends.expert_parts import ExpertParts
-    from deepstow.strategies.backends.pipeline_gradients import StageGradients
     from deepstow.strategies.engine.ranks.two_level import TwoLevel
+    from deepstow.strategies.parallel.expert_parts import ExpertParts
+    from deepstow.strategies.parallel.pipeline_gradients import StageGradients
+    from deepstow.strategies.plugins.compressed import Compressed
 
 
 class StowAccelerator(Accelerator):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepstow.strategies.backends.tensor_shards import Shard
 from deepstow.strategies.core.compose import degrees, in_order
 from deepstow.strategies.core.facts import EXPERT, Precision
 from deepstow.strategies.core.protocol import Axis
 from deepstow.strategies.engine.forward.compiled import compile_blocks
 from deepstow.strategies.engine.tensors.quantised import is_quantised
+from deepstow.strategies.parallel.tensor_shards import Shard
 from deepstow.trainer.model.build import with_lora
 from deepstow.trainer.run.quantized import round_in_forward
 from deepstow.trainer.tasks.table import TASKS

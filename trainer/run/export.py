@@ -31,8 +31,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from deepstow.strategies.backends.tensor_shards import whole_shape
 from deepstow.strategies.engine.tensors.quantised import keep_packing
+from deepstow.strategies.parallel.tensor_shards import whole_shape
 from deepstow.strategies.state.commit import inside, replaced_folder, same_modes
 from deepstow.strategies.state.sealed import seal, size_and_hash
 from deepstow.trainer.data.sources import is_on_hub

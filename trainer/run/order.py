@@ -22,13 +22,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from deepstow.strategies.backends import deepspeed, stages
-from deepstow.strategies.backends.stages import Form, Stage
-from deepstow.strategies.backends.tensor_shards import whole_shape
 from deepstow.strategies.core.compose import degrees
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Axis
 from deepstow.strategies.engine import StowOptimizer
+from deepstow.strategies.parallel import deepspeed, stages
+from deepstow.strategies.parallel.stages import Form, Stage
+from deepstow.strategies.parallel.tensor_shards import whole_shape
 from deepstow.strategies.planner.step_cost import plan_cost, step_flops
 from deepstow.strategies.report import full_report
 from deepstow.strategies.state.sealed import digest_of

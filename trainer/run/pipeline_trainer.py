@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepstow.strategies.backends import pipeline_state, pipelining, tensor_engine
-from deepstow.strategies.backends.pipeline_gradients import StageGradients
-from deepstow.strategies.backends.pipeline_zero import StateShares
 from deepstow.strategies.core.plan import Kind
+from deepstow.strategies.parallel import pipeline_state, pipelining, tensor_engine
+from deepstow.strategies.parallel.pipeline_gradients import StageGradients
+from deepstow.strategies.parallel.pipeline_zero import StateShares
 from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
 from deepstow.trainer.tasks.task import losses_of, scores
@@ -31,7 +31,7 @@ from deepstow.trainer.tasks.task import losses_of, scores
 if TYPE_CHECKING:
     import transformers
 
-    from deepstow.strategies.backends.stages import Stage
+    from deepstow.strategies.parallel.stages import Stage
 
     class _Trainer(StowedTrainer, transformers.Trainer): ...
 

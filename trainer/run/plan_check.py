@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
-from deepstow.strategies.backends import deepspeed
 from deepstow.strategies.core.facts import UnitTimes
 from deepstow.strategies.core.layout import mapped_bytes
 from deepstow.strategies.core.plan import Plan, Tier
@@ -34,6 +33,7 @@ from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine import stowed_by
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.forward.checkpointing import checkpointed, room_of
+from deepstow.strategies.parallel import deepspeed
 from deepstow.strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report.table import table

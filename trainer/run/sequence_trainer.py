@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepstow.strategies.backends import ulysses
+from deepstow.strategies.parallel import ulysses
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
 from deepstow.trainer.tasks.task import losses_of

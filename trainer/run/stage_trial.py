@@ -1,6 +1,6 @@
 """Whether the blocks of an architecture can run apart, as a pipeline needs it: tried on a small copy, before any data.
 
-The copy has four blocks, and the dtype and autocast of the run. ``strategies/backends/stages.py`` compares its parts
+The copy has four blocks, and the dtype and autocast of the run. ``strategies/parallel/stages.py`` compares its parts
 with the whole by bits. What the copy cannot show is refused by its key: layers that training leaves out at random.
 """
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepstow.strategies.backends import stages
 from deepstow.strategies.core.compose import degrees, requirements_of
 from deepstow.strategies.core.facts import Precision
 from deepstow.strategies.core.protocol import Axis, Requirement
+from deepstow.strategies.parallel import stages
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.model import build
 from deepstow.trainer.model.params import EMBEDDING, units_by_name
@@ -23,7 +23,7 @@ from deepstow.trainer.planning.facts import precision_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from deepstow.strategies.backends.stages import Form
+    from deepstow.strategies.parallel.stages import Form
     from deepstow.trainer.config.sections import RunConfig
 
 BLOCKS = 4

@@ -26,9 +26,10 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from deepstow.strategies.backends import exchanged, expert_parts, expert_zero, two_level
-from deepstow.strategies.backends.local_steps import exchange_of
 from deepstow.strategies.engine import NonFiniteError, StowOptimizer
+from deepstow.strategies.parallel import expert_parts, expert_zero
+from deepstow.strategies.plugins import exchanged, two_level
+from deepstow.strategies.plugins.local_steps import exchange_of
 from deepstow.strategies.state.commit import same_modes
 from deepstow.strategies.state.sealed import Damaged
 from deepstow.strategies.state.spans import WEIGHT

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepstow.strategies.backends.tensor_shards import whole_shape
 from deepstow.strategies.engine import StowOptimizer
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.saving import state_file
+from deepstow.strategies.parallel.tensor_shards import whole_shape
 from deepstow.strategies.state import saved_state
 from deepstow.strategies.state.saved_state import Holder, Saved, Weights
 from deepstow.strategies.state.spans import WEIGHT, Span, Store
@@ -64,20 +64,20 @@ def holder_of(trainer: Any) -> Any:
     """The training state of a trainer, wherever its strategy keeps it: a ``Holder`` that can also write weights."""
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may wrap it
     if trainer.pipeline is not None:
-        from deepstow.strategies.backends.pipeline_state import EnginesStage, pipeline_state
+        from deepstow.strategies.parallel.pipeline_state import EnginesStage, pipeline_state
 
         writes = trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0
         if isinstance(inner, StowOptimizer):
             return EnginesStage(inner, trainer.pipeline, writes=writes)
         return pipeline_state(inner, trainer.pipeline, trainer.gradients, trainer.shares, writes=writes)
     if isinstance(inner, StowOptimizer) and trainer.accelerator.grid.tensor > 1:
-        from deepstow.strategies.backends.tensor_engine import EnginesParts
+        from deepstow.strategies.parallel.tensor_engine import EnginesParts
 
         return EnginesParts(inner, writes=trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0)
     if isinstance(inner, StowOptimizer):
         return state_file.EngineState(inner.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:
-        from deepstow.strategies.backends.deepspeed_state import DeepSpeedState
+        from deepstow.strategies.parallel.deepspeed_state import DeepSpeedState
 
         return DeepSpeedState(trainer.model_wrapped, trainer.model)
     if trainer.accelerator.experts is not None and not trainer.is_deepspeed_enabled:

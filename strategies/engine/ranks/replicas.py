@@ -38,7 +38,7 @@ Place = tuple[BucketState, int]  # of a parameter: its bucket, and its index the
 
 
 class Exchange(Protocol):
-    """What averages gradients in place of their sum, in fewer bytes (``strategies/backends/compressed.py``)."""
+    """What averages gradients in place of their sum, in fewer bytes (``strategies/plugins/compressed.py``)."""
 
     def means(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> bool:
         """Gradients of a bucket become their means over the ranks, the same bits on all. False: not in this step, and

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from deepstow.strategies.backends.autotp import Cut, cut_of
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.forward.token_slices import filled, gather, scatter_sum, scattered_product
+from deepstow.strategies.parallel.autotp import Cut, cut_of
 
 GATHERED = ("self_attn", "mlp")  # modules that begin with divided columns and end with divided rows
 

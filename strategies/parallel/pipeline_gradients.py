@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.utils import clip_grads_with_norm_
 
-from deepstow.strategies.backends import tensor_shards
-from deepstow.strategies.backends.pipelining import Pipeline
+from deepstow.strategies.parallel import tensor_shards
+from deepstow.strategies.parallel.pipelining import Pipeline
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 

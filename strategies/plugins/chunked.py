@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.nn.functional import linear
 
-from deepstow.strategies.backends.autotp import Cut, cut_of
-from deepstow.strategies.backends.varlen import Documents
 from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.parallel.autotp import Cut, cut_of
+from deepstow.strategies.parallel.varlen import Documents
 
 Span = tuple[int, int]  # of rows
 SUBLAYERS = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))

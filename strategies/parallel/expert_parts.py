@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepstow.strategies.backends import expert_zero, tensor_shards
-from deepstow.strategies.backends.expert_exchange import DividedExperts
-from deepstow.strategies.backends.tensor_shards import Shard, shard_of
+from deepstow.strategies.parallel import expert_zero, tensor_shards
+from deepstow.strategies.parallel.expert_exchange import DividedExperts
+from deepstow.strategies.parallel.tensor_shards import Shard, shard_of
 from deepstow.strategies.state.torch_state import Held, Piece, TorchState, whole
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepstow.strategies.backends.tensor_shards import shard_of
+from deepstow.strategies.parallel.tensor_shards import shard_of
 
 
 def mark(layers: Iterable[nn.Module], params: Iterable[nn.Parameter], degree: int) -> None:

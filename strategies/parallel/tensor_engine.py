@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, device, nn
 
-from deepstow.strategies.backends import tensor_shards
 from deepstow.strategies.core.grid import Grid
 from deepstow.strategies.engine.saving.state_file import EngineState
 from deepstow.strategies.engine.updating.norms import norm_of_all
+from deepstow.strategies.parallel import tensor_shards
 from deepstow.strategies.state.blocks import Columns
 from deepstow.strategies.state.saved_state import Described
 from deepstow.strategies.state.spans import Span

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from deepstow.strategies.backends.autotp import Cut, cut_of
-from deepstow.strategies.backends.codec_rows import BLOCK, Codec
+from deepstow.strategies.parallel.autotp import Cut, cut_of
+from deepstow.strategies.plugins.codec_rows import BLOCK, Codec
 
 ATTENTION, MLP = "self_attn", "mlp"
 

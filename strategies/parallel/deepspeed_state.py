@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepstow.strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
+from deepstow.strategies.parallel.tensor_shards import is_first, shard_of, whole_shape, within
 from deepstow.strategies.state.saved_state import Weights
 from deepstow.strategies.state.torch_state import Held, Piece, TorchState
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepstow.strategies.backends import autotp
 from deepstow.strategies.core.applied import log_applied
 from deepstow.strategies.core.facts import Facts, Precision, UnitKind
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import is_older
+from deepstow.strategies.parallel import autotp
 from deepstow.strategies.planner.zero_bytes import bucket_elements, largest_block, live_elements
 
 STAGE_3_FROM = (5, 23)  # releases of Transformers

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepstow.strategies.backends.pipeline_gradients import messages
-from deepstow.strategies.backends.tensor_shards import whole_shape, within
+from deepstow.strategies.parallel.pipeline_gradients import messages
+from deepstow.strategies.parallel.tensor_shards import whole_shape, within
 from deepstow.strategies.state.torch_state import Held, Piece
 
 VECTOR = 64  # elements; no kernel takes more at a time

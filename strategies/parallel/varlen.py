@@ -2,7 +2,7 @@
 
 Transformers gives packed rows to torch's ``scaled_dot_product_attention`` with a mask, whose size is the square of
 their length, and computes the pairs that it hides as well. Here each document is a call of its own, causal by itself,
-and a window is computed in blocks; ``strategies/backends/ulysses.py`` does the same over ranks. On a GPU, in 16 bits,
+and a window is computed in blocks; ``strategies/parallel/ulysses.py`` does the same over ranks. On a GPU, in 16 bits,
 torch's FlashAttention for rows of any length computes all documents in one call. Transformers knows it by the name
 ``sdpa_varlen`` (``AttentionInterface``) and hands it the positions, as it does for flash attention: a document begins
 where they restart.

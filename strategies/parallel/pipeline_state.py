@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deepstow.strategies.backends import tensor_shards
-from deepstow.strategies.backends.pipeline_gradients import StageGradients
-from deepstow.strategies.backends.pipeline_zero import StateShares
-from deepstow.strategies.backends.pipelining import Pipeline
-from deepstow.strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
 from deepstow.strategies.engine.saving.state_file import EngineState
+from deepstow.strategies.parallel import tensor_shards
+from deepstow.strategies.parallel.pipeline_gradients import StageGradients
+from deepstow.strategies.parallel.pipeline_zero import StateShares
+from deepstow.strategies.parallel.pipelining import Pipeline
+from deepstow.strategies.parallel.tensor_shards import is_first, shard_of, whole_shape, within
 from deepstow.strategies.state.torch_state import Held, Piece, TorchState
 
 if TYPE_CHECKING:

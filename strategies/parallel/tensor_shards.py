@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.backends import autotp
 from deepstow.strategies.core.grid import Grid
 from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.parallel import autotp
 from deepstow.strategies.state.blocks import Columns
 
 ATTENTION = "self_attn"

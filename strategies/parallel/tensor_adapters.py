@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from deepstow.strategies.backends.autotp import Cut, cut_of
+from deepstow.strategies.parallel.autotp import Cut, cut_of
 
 
 def divide(model: nn.Module, degree: int) -> None:

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from deepstow.strategies.backends.codec_int8 import Int8
-from deepstow.strategies.backends.codec_topk import TopK
-from deepstow.strategies.backends.ddp_hook import Hook
 from deepstow.strategies.engine.optimizer import StowOptimizer
+from deepstow.strategies.plugins.codec_int8 import Int8
+from deepstow.strategies.plugins.codec_topk import TopK
+from deepstow.strategies.plugins.ddp_hook import Hook
 from deepstow.strategies.state.spans import Span, write
 
 if TYPE_CHECKING:

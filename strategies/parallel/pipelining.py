@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from deepstow.strategies.backends.stages import Stage
 from deepstow.strategies.core.grid import Grid
+from deepstow.strategies.parallel.stages import Stage
 from deepstow.strategies.planner.cuts import Schedule
 
 CLASSES: Mapping[Schedule, str] = {

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from deepstow.strategies.backends.ddp_hook import Hook
-from deepstow.strategies.backends.pipeline_gradients import messages
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.engine.ranks import two_level
 from deepstow.strategies.engine.ranks.two_level import TwoLevel
+from deepstow.strategies.parallel.pipeline_gradients import messages
+from deepstow.strategies.plugins.ddp_hook import Hook
 
 
 def exchange_of(plan: Plan) -> TwoLevel | None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
-from deepstow.strategies.backends import varlen
+from deepstow.strategies.parallel import varlen
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.grid import Grid

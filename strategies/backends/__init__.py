@@ -1,1 +1,0 @@
-"""Libraries that can train instead of the memory engine; one file for each, with all that is particular to it."""
