@@ -130,7 +130,7 @@ class Engine(Copied):
         self._ready: list[BucketState] = []  # complete buckets whose updates start in backward
         self.unannounced = 0  # reads in backward that no hook announced and that had to fetch their weights
         self._in_forward = False
-        self._handles = [model.register_forward_pre_hook(lambda *_: self.begin_forward())]
+        self._handles = [model.register_forward_pre_hook(self._before_forward)]
         self._handles += [model.register_forward_hook(self._end_forward, always_call=True)]
         self._handles += [*self.hooks.attach(), *self.gradients.attach()]
 
@@ -165,6 +165,36 @@ class Engine(Copied):
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not self.hooks.rounds:
+            self.begin_forward()
+
+    def begin_rounds(self) -> None:
+        """The micro-batches of a step take turns in each scope (``layers_first.py``): one forward of all of them."""
+        self.begin_forward()
+        self.hooks.rounds = self.prefetch.rounds = True
+
+    def end_round(self) -> None:
+        """All of them have taken their turn."""
+        self.hooks.end_round()
+
+    def end_head(self) -> None:
+        """The head of one of them has had its backward."""
+        self.hooks.end_head()
+
+    def end_rounds(self) -> None:
+        """Forward of all of them has ended, or was interrupted."""
+        self.hooks.end_round()
+        self.hooks.rounds = self.prefetch.rounds = False
+        self._in_forward = False
+
+    def begin_backward_of_rounds(self) -> None:
+        """One backward of all of them follows. Gradients of the head land before it enters a scope."""
+        self.prefetch.begin_backward()
+        if self.ranks.shared:
+            everything = self.prefetch.used()
+            self.gradients.exchange(everything, everything)
+
     def begin_forward(self) -> None:
         """Before every forward; of a part that does not run the model itself, its caller says so."""
         if self._offloads:
@@ -188,7 +218,7 @@ class Engine(Copied):
             self.prefetch.in_forward(scope)
 
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._in_forward = False
+        self._in_forward = self.hooks.rounds
         for bucket in self.buckets if output is not None else ():  # None: it has ended with an error
             bucket.handed_out.refuse_edits()
 
@@ -203,6 +233,9 @@ class Engine(Copied):
 
     @unseen
     def _enter_backward(self, scope: Scope) -> None:
+        if self.hooks.rounds:  # of a head, whose weights are there
+            self.ensure(*scope.buckets)
+            return
         self._update_ready()
         self.prefetch.come_back_to(scope)
         if self.ranks.shared:

@@ -115,6 +115,8 @@ class ModuleHooks:
         self._in_backward: list[Scope] = []
         self._opened_by_read: Scope | None = None  # open in backward by an unannounced read; its hook has not run
         self._leave_again: list[Scope] = []  # left by an unannounced read, whose node may still read their weights
+        self.rounds = False  # several micro-batches take turns (``layers_first.py``), and what one leaves stays open
+        self._held: list[Scope] = []  # what they have left in this round, each as often
         self.backward = False  # backward has begun: a forward now is recomputation
         self._node = -1  # number of the node whose hook ran last
         self._made: list[tuple[Scope, list[Any]]] = []  # in this forward, the nodes with hooks, until backward begins
@@ -158,9 +160,27 @@ class ModuleHooks:
             if any(torch._C._will_engine_execute_node(node) for node in nodes):
                 yield scope
 
+    def end_round(self) -> None:
+        """All micro-batches have taken their turn: leave what they have left."""
+        held, self._held = self._held, []
+        for scope in held:
+            for bucket in scope.buckets:
+                bucket.leave()
+        for scope in dict.fromkeys(held):
+            self._left(scope.buckets)
+
+    def end_head(self) -> None:
+        """Backward of one micro-batch's head has ended, in a round, in which other forwards follow."""
+        self._leave_pending()
+        self._close(self._in_backward, None)
+        self.backward = False
+        self._opened_by_read = None
+        self._node = -1
+
     def close_all(self) -> None:
         """Forward and backward have ended or were interrupted."""
         self._leave_pending()
+        self.end_round()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
         self.backward = False
@@ -170,7 +190,8 @@ class ModuleHooks:
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
         self._leave_pending()
-        self._close(self._in_forward, scope)
+        if not self.rounds:  # others are inside of their scopes
+            self._close(self._in_forward, scope)
         self._close(self._in_backward, scope)
         self._open(self._in_forward, scope)
         call = Call(scope, torch._C._autograd._get_sequence_nr(), self._guarded(scope))
@@ -190,16 +211,20 @@ class ModuleHooks:
         return guard(offloaded, partial(self._unannounced, scope))
 
     def _after(self, scope: Scope, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not self._calls or self._calls[-1].scope is not scope:
+        call = self._end_call(scope)
+        if call is None:
             return  # another hook raised before ours
-        call = self._calls.pop()
         call.guard.__exit__(None, None, None)
         if output is None:
             return  # it raised, or returned None: nobody can tell, so the next one that is entered leaves it
-        self._close(self._in_forward, scope)
-        if scope in self._in_forward:
+        if self.rounds:
             self._in_forward.remove(scope)
-            self._leave(scope)
+            self._held.append(scope)
+        else:
+            self._close(self._in_forward, scope)
+            if scope in self._in_forward:
+                self._in_forward.remove(scope)
+                self._leave(scope)
         if torch.is_grad_enabled() and scope.saves_weights:
             made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
             inside = [node for node in made if node._sequence_nr() >= call.first_node]
@@ -207,6 +232,13 @@ class ModuleHooks:
                 node.register_prehook(partial(self._before_backward, scope, node._sequence_nr()))
             if self._records_nodes and not self.backward:
                 self._made.append((scope, inside))
+
+    def _end_call(self, scope: Scope) -> Call | None:
+        """The running call of ``scope``, which ends. In rounds other micro-batches may be inside of the same scopes."""
+        if self.rounds:
+            index = next((i for i in reversed(range(len(self._calls))) if self._calls[i].scope is scope), None)
+            return None if index is None else self._calls.pop(index)
+        return self._calls.pop() if self._calls and self._calls[-1].scope is scope else None
 
     def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
         if torch.is_grad_enabled() and not all(bucket.spec.resident for bucket in scope.buckets):
@@ -254,7 +286,7 @@ class ModuleHooks:
             self._bring(bucket)
 
     def _open_in_backward(self, scope: Scope) -> None:
-        if self.backward:
+        if self.backward and not self.rounds:
             self._close(self._in_forward, scope)  # what was recomputed
         self._close(self._in_backward, scope)
         self.backward = True

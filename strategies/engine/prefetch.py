@@ -31,6 +31,7 @@ class Prefetch:
         self._order = list(scopes)  # as in the last forward
         self._entered: list[Scope] = []  # in this forward
         self._at = -1  # index in the order
+        self.rounds = False  # several micro-batches take turns in each scope (``layers_first.py``)
 
     def begin(self) -> None:
         if self._entered:
@@ -40,6 +41,8 @@ class Prefetch:
 
     def in_forward(self, scope: Scope) -> None:
         """Forward has come to ``scope``: start what the rest of it needs."""
+        if self.rounds and scope in self._entered:
+            return  # another micro-batch came first
         self._entered.append(scope)
         later = range(self._at + 1, len(self._order))
         self._at = next((i for i in later if self._order[i] is scope), self._at)

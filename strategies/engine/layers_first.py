@@ -1,0 +1,310 @@
+"""All micro-batches of a step pass a block before any of them goes on to the next one.
+
+Each micro-batch runs the model's own forward in a coroutine (``greenlet``), which stops at the borders of blocks, before
+and after each. Between two stops is a *round*: every micro-batch takes its turn, and weights that one has used stay for
+the others. So a weight comes up once in forward and once in backward of a step, however many micro-batches there are,
+and no model has to be cut.
+
+    forward    prologue of 3 2 1 0 | block 0 of 3 2 1 0 | block 1 of 3 2 1 0 | ...
+    head       forward and backward of 0, of 1, of 2, of 3: one micro-batch's logits at a time
+    backward   of all micro-batches in one graph: block 1 of 0 1 2 3 | block 0 of 0 1 2 3 | ...
+
+[Note: order of sums] Autograd runs nodes in the reverse of the order in which they were made. In forward the last
+micro-batch goes first, so backward of a block begins with the first one's, and the contributions to each weight are
+added in the order of micro-batches, as plain training adds them: 0, then 1, and so on. They are added where autograd
+adds contributions of one graph, so a gradient lands once per step. A weight of the head that an earlier unit uses too
+(a tied embedding) gets the head's contributions of all micro-batches first, which is another order.
+
+[Note: the head] The graph of a head is freed as soon as its gradients are known: those of its own weights, which are
+summed, and those of what it has read of the blocks, from which backward goes on later. Where a loss reads more of the
+blocks than the last one's output (router losses do), these gradients depend on each other. Then heads are kept
+(``keeps_heads``), and backward begins with the losses.
+
+Torch's modes belong to a thread, not to a coroutine: gradients on or off, and autocast, are put back when one goes on.
+Casts that autocast keeps are dropped at each switch, or micro-batches would share one, and its gradient be summed in
+fewer bits.
+
+Refused: a forward that draws random numbers (micro-batches would draw in another order than in plain training), that
+runs a block twice, or whose micro-batches take different ways.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_map_only
+
+from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.forward.blocks import find_blocks
+
+R = TypeVar("R")
+KEY = "strategies.offload.accumulation"
+CURE = f"write {KEY}: micro_batches"
+
+
+class Stop(NamedTuple):
+    """Where a micro-batch has stopped: before a block, or after it."""
+
+    block: str
+    is_after: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Modes:
+    """Torch's modes of the thread that a forward may have changed."""
+
+    gradients: bool
+    autocast: bool
+    dtype: torch.dtype
+    keeps_casts: bool
+
+    @classmethod
+    def now(cls, device: str) -> _Modes:
+        autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(torch.is_grad_enabled(), autocast, dtype, torch.is_autocast_cache_enabled())
+
+    def set(self, device: str) -> None:
+        torch.set_grad_enabled(self.gradients)
+        torch.set_autocast_enabled(device, self.autocast)
+        torch.set_autocast_dtype(device, self.dtype)
+        torch.set_autocast_cache_enabled(self.keeps_casts)
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One micro-batch on its way through the model."""
+
+    coroutine: greenlet
+    modes: _Modes
+    blocks: int = 0  # that it has passed
+    loss: Tensor | None = None
+    ends: dict[Node, GradientEdge] | None = None  # of each leaf that the head reads, what the last block has made
+
+
+class LayersFirst:
+    """Runs the micro-batches of a step through ``model``, which ``engine`` drives, layer by layer.
+
+    Args:
+        keeps_heads: see the module, note: the head.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, *, keeps_heads: bool) -> None:
+        self._engine = engine
+        self._keeps_heads = keeps_heads
+        self._device = engine.device
+        self._hub = getcurrent()
+        self._running: _Task | None = None
+        blocks = find_blocks(model)
+        self._blocks = len(blocks)
+        self._handles = []
+        for name, block in blocks.items():
+            self._handles += [
+                block.register_forward_pre_hook(self._stop_before(name), prepend=True),
+                block.register_forward_hook(self._stop_after(name)),
+            ]
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the caller is one of the works that ``run`` was given."""
+        return self._task is not None
+
+    @property
+    def _task(self) -> _Task | None:
+        """The micro-batch whose forward the caller is: backward, perhaps in a thread of its own, is none."""
+        task = self._running
+        return task if task is not None and task.coroutine is getcurrent() else None
+
+    def backward(self, loss: Tensor) -> None:
+        """What one of the works calls in place of ``loss.backward()``, once."""
+        task = self._task
+        assert task is not None, "only inside of run"
+        if task.loss is not None:
+            raise RuntimeError(f"{KEY}: layers: a micro-batch has more than one backward; {CURE}")
+        task.loss = loss
+        self._hub.switch(None)
+
+    def run(self, works: Sequence[Callable[[], R]]) -> list[R]:
+        """What ``works`` return, one for each micro-batch, in order. Each computes a loss and calls ``backward``.
+
+        Raises:
+            RuntimeError: see the module, refused. No gradient has landed then.
+        """
+        found: list[Any] = [None] * len(works)
+
+        def taking(index: int) -> Callable[[], None]:
+            def take() -> None:
+                found[index] = works[index]()
+
+            return take
+
+        ambient = _Modes.now(self._device.type)
+        tasks = [_Task(greenlet(taking(index)), ambient) for index in range(len(works))]
+        for task in tasks:
+            task.coroutine.gr_context = contextvars.copy_context()
+        self._hub = getcurrent()
+        drawn = self._drawn()
+        self._engine.begin_rounds()
+        try:
+            self._forward(tasks)
+            roots = self._heads(tasks)
+            for before, after in zip(drawn, self._drawn(), strict=True):
+                if not torch.equal(before, after):
+                    self._refuse("the forward draws random numbers (dropout), in another order than in plain training")
+        finally:
+            self._end(tasks, ambient)
+            self._engine.end_rounds()
+        self._engine.begin_backward_of_rounds()
+        torch.autograd.backward([GradientEdge(*edge) for edge in roots], list(roots.values()))
+        return found
+
+    # --- rounds ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, tasks: Sequence[_Task]) -> None:
+        """Rounds, up to the end of the last block."""
+        while tasks[0].blocks < self._blocks:
+            stops = [self._go_on(task) for task in reversed(tasks)]
+            self._engine.end_round()
+            if None in stops:
+                self._refuse("not every block runs in a forward")
+            if any(stop != stops[0] for stop in stops):
+                self._refuse("micro-batches take different ways through the model")
+
+    def _heads(self, tasks: Sequence[_Task]) -> dict[tuple[Node, int], Tensor]:
+        """Where backward begins, and with which gradients; see [Note: the head]."""
+        roots: dict[tuple[Node, int], Tensor] = {}
+        own = set[tuple[Node, int]]()  # of these, sums that nobody else holds
+        for task in reversed(tasks) if self._keeps_heads else tasks:
+            first = torch._C._autograd._get_sequence_nr()
+            if self._go_on(task) is not None:
+                self._refuse("a block runs twice in a forward")
+            loss, task.loss = task.loss, None
+            if loss is None or not loss.requires_grad:
+                raise RuntimeError("a micro-batch has ended without backward of a loss that requires a gradient")
+            if self._keeps_heads:
+                edge = get_gradient_edge(loss)
+                roots[edge.node, edge.output_nr] = torch.ones_like(loss)
+            else:
+                for place, gradient in self._head(task, loss, first):
+                    if place not in roots:
+                        roots[place] = gradient
+                    elif place in own:
+                        roots[place].add_(gradient)
+                    else:
+                        roots[place] = roots[place] + gradient
+                        own.add(place)
+            del loss
+            self._go_on(task)
+        return dict(reversed(roots.items())) if self._keeps_heads else roots
+
+    def _head(self, task: _Task, loss: Tensor, first: int) -> Iterator[tuple[tuple[Node, int], Tensor]]:
+        """The gradients of what the head of one micro-batch has read: its weights, and what the last block has made.
+        ``first``: the number of the first node of its graph.
+        """
+        assert task.ends is not None
+        leaves = list(self._leaves(loss, first))
+        edges = [GradientEdge(leaf, 0) for leaf in leaves]
+        gradients = torch.autograd.grad(loss, edges, allow_unused=True)
+        self._engine.end_head()
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                end = task.ends.get(leaf)
+                yield (leaf, 0) if end is None else (end.node, end.output_nr), gradient
+        task.ends = None
+
+    def _leaves(self, loss: Tensor, first: int) -> Iterator[Node]:
+        """The leaves of the graph of ``loss``, in the order of a walk."""
+        seen = set[Node]()
+        ahead = [get_gradient_edge(loss).node]
+        while ahead:
+            node = ahead.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                if node.variable._backward_hooks:
+                    self._refuse("a weight of the head has a hook on its gradient")
+                yield node
+            elif node._sequence_nr() < first:
+                self._refuse("the loss reads more of the blocks than what the last one has made")
+            ahead += [after for after, _ in node.next_functions if after is not None]
+
+    def _go_on(self, task: _Task) -> Stop | None:
+        """Let ``task`` run to its next stop; None: it has its loss, or has ended."""
+        device = self._device.type
+        task.modes.set(device)
+        self._running = task
+        stop: Stop | None = task.coroutine.switch()
+        self._running = None
+        task.modes = _Modes.now(device)
+        torch.clear_autocast_cache()
+        return stop
+
+    def _stop_before(self, name: str) -> Callable[..., None]:
+        stop = Stop(name, is_after=False)
+
+        def before(module: nn.Module, given: Any) -> None:
+            if self._task is not None:
+                self._hub.switch(stop)
+
+        return before
+
+    def _stop_after(self, name: str) -> Callable[..., Any]:
+        stop = Stop(name, is_after=True)
+
+        def after(module: nn.Module, given: Any, output: Any) -> Any:
+            task = self._task
+            if task is None:
+                return None
+            task.blocks += 1
+            ends = task.blocks == self._blocks and not self._keeps_heads
+            found = self._cut(task, output) if ends else None
+            self._hub.switch(stop)
+            return found
+
+        return after
+
+    def _cut(self, task: _Task, output: Any) -> Any:
+        """What the head reads in place of ``output``: the same values as leaves of a graph of its own."""
+        ends: dict[Node, GradientEdge] = {}
+        task.ends = ends
+
+        def leaf_of(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            leaf = tensor.detach().requires_grad_()
+            ends[get_gradient_edge(leaf).node] = get_gradient_edge(tensor)
+            return leaf
+
+        return tree_map_only(Tensor, leaf_of, output)
+
+    def _end(self, tasks: Sequence[_Task], ambient: _Modes) -> None:
+        """Let what has not come to its end leave what it is inside of."""
+        for task in tasks:
+            if task.coroutine:  # it has begun, and has not ended
+                task.modes.set(self._device.type)
+                task.coroutine.throw(GreenletExit)
+        self._running = None
+        ambient.set(self._device.type)
+        torch.clear_autocast_cache()
+
+    def _drawn(self) -> list[Tensor]:
+        """The states of the generators that a forward draws from."""
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
+
+    def _refuse(self, why: str) -> None:
+        raise RuntimeError(f"{KEY}: layers: {why}; {CURE}")
