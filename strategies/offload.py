@@ -16,7 +16,9 @@ clipping is on, and each weight is updated before it is next read; nothing is st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import inf
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
@@ -45,12 +47,14 @@ from deepstow.strategies.planner import edits, keep_or_offload, memory_rows
 from deepstow.strategies.planner.budget import device_budget, host_budget
 from deepstow.strategies.planner.exchanges import from_host
 from deepstow.strategies.planner.places import OffloadRequest
+from deepstow.strategies.planner.step_cost import plan_cost
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _ORDER = (
     "plain data parallelism adds the gradients of more than two ranks in another order; where those of an element "
     "cancel, Adam moves it by the learning rate in either direction"
 )
+_TIED = "a tied head's gradients of all micro-batches are added before those of the embedding; see _ORDER"
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
 
 
@@ -168,6 +172,13 @@ class Offload(Strategy):
         "bits of one process that accumulates. fast: by one reduce-scatter, which needs no memory to receive them, "
         "sends less between machines and adds in another order (1e-3 of the largest weight; two ranks: the same bits).",
     )
+    accumulation: Literal["auto", "micro_batches", "layers"] = Field(
+        default="auto",
+        description="The order of a step with several micro-batches. micro_batches: one after the other through all "
+        "layers. layers: all of them through a layer before the next, so that weights and gradients cross the link "
+        "once per step; what each saves waits meanwhile. A tied head's gradient is then added in another order. auto: "
+        "the faster by the simulated step, of the same bits.",
+    )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto",
         description="Updates start while backward runs: those by the CPU, and those on the device that need no copies; "
@@ -194,6 +205,8 @@ class Offload(Strategy):
             return Parity(2e-2, _ROUNDING)
         if run.replicas > 2:
             return Parity(1e-3, _ORDER)
+        if self.accumulation == "layers" and run.tied and run.micro_batches > 1:
+            return Parity(1e-3, _TIED)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
     def refusals(self, run: RunFacts) -> Iterator[Refusal]:
@@ -212,6 +225,7 @@ class Offload(Strategy):
         if self.frozen_weights and (said := refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
             yield self._refusal("frozen_weights", said)
         yield from self._refuses_moments(run)
+        yield from self._refuses_layers(run) if self.accumulation == "layers" else ()
         yield from self._refuses_passing(run) if self.gradients == "passing" else ()
         if run.stages > 1 and run.tied:
             cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
@@ -230,6 +244,35 @@ class Offload(Strategy):
         for folder in folders_of(self.disk):
             if said := unsuitable(folder):
                 raise self._refusal("disk", f"{folder}: {said}" if isinstance(self.disk, list) else said)
+
+    def planned(self, by: Callable[[Facts], Plan], facts: Facts) -> Plan:
+        """In the order of ``accumulation``; under ``auto`` in the faster one of those that fit."""
+        run = facts.run
+        if self.accumulation == "micro_batches" or run.accumulation == 1:
+            return by(facts)
+        in_layers = replace(facts, run=replace(run, accumulation=1, together=run.accumulation))
+        if self.accumulation == "layers":
+            if run.refuses_turns:
+                raise self._refusal("accumulation", f"{run.refuses_turns}; write micro_batches")
+            return by(in_layers)
+        knows_times = facts.machine.rates is not None and run.forward_flops > 0
+        if run.refuses_turns or run.tied or not knows_times or any(self._refuses_layers(run)):
+            return by(facts)
+        plans, refused = [], []
+        for known in (facts, in_layers):
+            try:
+                plans.append(by(known))
+            except MemoryRefusal as refusal:
+                refused.append(refusal)
+        if not plans:
+            raise refused[0]
+        costs = [plan_cost(plan) for plan in plans]
+        return min(zip(costs, plans, strict=True), key=lambda pair: pair[0].seconds if pair[0] else inf)[1]
+
+    def _refuses_layers(self, run: RunFacts) -> Iterator[Refusal]:
+        what = {"several ranks": run.world_size > 1, "fp16": run.precision is Precision.FP16}
+        for name in (name for name, is_so in what.items() if is_so):
+            yield self._refusal("accumulation", f"layers cannot go with {name} so far; write micro_batches")
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)

@@ -7,8 +7,9 @@ its engine, and what forward keeps may be decided again where the first answer i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from deepstow.strategies.core import compatibility
@@ -97,10 +98,17 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """The plan of ``strategies`` (by config name) for ``facts``. Raise Conflict if two of them answer one question
     differently, Refusal if options cannot work with these facts, TypeError if an answer is not the strategy's to give.
     """
-    plan = Plan.baseline(facts)
-    idle: dict[str, str] = {}
     for refusal in refusals(strategies, facts.run):
         raise refusal
+    by: Callable[[Facts], Plan] = partial(_composed, strategies)
+    for strategy in in_order(strategies).values():
+        by = partial(strategy.planned, by)
+    return by(facts)
+
+
+def _composed(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
+    plan = Plan.baseline(facts)
+    idle: dict[str, str] = {}
     for name, strategy in in_order(strategies).items():
         try:
             decisions = list(strategy.decide(facts, plan))

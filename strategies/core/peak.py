@@ -12,7 +12,7 @@ unit: at the backward of unit i, its own hosted tensors are on the device, and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepstow.strategies.core.facts import Temporaries, Tier
 from deepstow.strategies.core.layout import ALIGN_BYTES, aligned
@@ -71,6 +71,29 @@ def passes_peak(units: Sequence[Saved], grads: Sequence[int], in_flight: int) ->
     """The peak of forward and backward, with what other micro-batches keep where several are ``in_flight``."""
     others = (in_flight - 1) * sum(unit.waiting for unit in units)
     return others + max(forward_peak(units), backward_peak(units, grads))
+
+
+def taking_turns(
+    units: Sequence[Saved], count: int, crossing: int, gradients: Sequence[int], *, keeps_heads: bool
+) -> list[Saved]:
+    """``units`` where ``count`` micro-batches take turns in each of them, the last of which is the head.
+
+    What one micro-batch saves stays while the others run, and so do hidden states, or their gradients, between two
+    units: ``crossing`` bytes of each. The ``gradients`` of a unit's weights are added up before they land. Heads run
+    one by one, and only the gradients of what they have read are kept, unless the run ``keeps_heads``.
+    """
+    found = []
+    for index, (unit, own) in enumerate(zip(units, gradients, strict=True)):
+        others = (count - 1) * crossing
+        was = unit.temporaries or Temporaries(0, 0, 0)
+        temporaries = Temporaries(was.forward + others, was.backward + others + own, was.landing + others + own)
+        waits = unit.waiting
+        if index < len(units) - 1 or keeps_heads:
+            waits, working = count * unit.waiting, unit.working + (count - 1) * unit.waiting
+        else:
+            working = unit.working
+        found.append(replace(unit, waiting=waits, working=working, temporaries=temporaries))
+    return found
 
 
 def host_room(num_bytes: int, num_operators: int) -> int:

@@ -23,7 +23,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 from deepstow.strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from deepstow.strategies.core.facts import Tier as Tier  # part of the vocabulary of plans
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Addresses, Layout
-from deepstow.strategies.core.peak import Saved, host_room, passes_peak
+from deepstow.strategies.core.peak import Saved, host_room, passes_peak, taking_turns
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
@@ -270,7 +270,18 @@ class Plan:
     def saved_peak(self) -> int:
         """The most bytes that forward and backward have on the device besides the states."""
         kept = self.kept()
-        return self._received() + passes_peak(kept, [0] * len(kept), self.facts.run.in_flight)
+        return self._received() + self.passes_peak(kept, [0] * len(kept))
+
+    def passes_peak(self, kept: Sequence[Saved], landing: Sequence[int]) -> int:
+        """The peak of forward and backward with what units save, and the gradients that each leaves where none were."""
+        run = self.facts.run
+        if run.together > 1:
+            streams = [unit.choices.stream_bytes for unit in self.facts.units if unit.choices is not None]
+            width = 4 if run.autocast else run.precision.element_bytes
+            crossing = max(streams, default=run.micro_batch * run.sequence * run.hidden_size * width)
+            trained = [unit.num_trainable * run.precision.element_bytes for unit in self.facts.units]
+            kept = taking_turns(kept, run.together, crossing, trained, keeps_heads=run.reads_blocks)
+        return passes_peak(kept, landing, run.in_flight)
 
     def transient_peak(self) -> int:
         """The most bytes that training or an evaluation has on the device besides the arena."""
@@ -287,7 +298,7 @@ class Plan:
     def hosted_bytes(self) -> int:
         """Reserved on the host for saved tensors that wait there."""
         keeps = (self.keep(unit.name) for unit in self.facts.units)
-        return sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
+        return self.facts.run.together * sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
 
     def facts_as_kept(self) -> Facts:
         """The facts with what backward repeats and brings back from the host, as the cost of a step needs them."""
@@ -344,7 +355,7 @@ class Plan:
         landing, stepping = [0] * len(grads) if all_along else grads, sum(grads) + at_step
 
         def peak(kept: Sequence[Saved]) -> int:
-            passes = passes_peak(kept, landing, self.facts.run.in_flight)
+            passes = self.passes_peak(kept, landing)
             return standing + max(stepping, all_along + passes, evaluation)
 
         return peak

@@ -165,6 +165,10 @@ class Strategy(BaseModel, ABC):
         """
         return facts
 
+    def planned(self, by: Callable[[Facts], Plan], facts: Facts) -> Plan:
+        """The plan that ``by`` makes for ``facts``, or for the facts of another way to make a step."""
+        return by(facts)
+
     def beside(self, others: Mapping[str, Strategy]) -> Strategy:
         """This strategy as it decides instead of ``others``, which it takes over."""
         changed = self.model_copy()

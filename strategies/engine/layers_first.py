@@ -31,6 +31,7 @@ runs a block twice, or whose micro-batches take different ways.
 from __future__ import annotations
 
 import contextvars
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -42,11 +43,17 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.forward.activations import HostRoom
 from deepstow.strategies.engine.forward.blocks import find_blocks
 
+logger = logging.getLogger(__name__)
 R = TypeVar("R")
 KEY = "strategies.offload.accumulation"
 CURE = f"write {KEY}: micro_batches"
+
+
+class _ReadsMoreError(Exception):
+    """A loss reads more of the blocks than what the last one has made."""
 
 
 class Stop(NamedTuple):
@@ -92,28 +99,18 @@ class LayersFirst:
     """Runs the micro-batches of a step through ``model``, which ``engine`` drives, layer by layer.
 
     Args:
+        room: where saved tensors wait on the host, if any do.
         keeps_heads: see the module, note: the head.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, *, keeps_heads: bool) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, room: HostRoom | None, *, keeps_heads: bool) -> None:
         self._engine = engine
+        self._room = room
         self._keeps_heads = keeps_heads
         self._device = engine.device
         self._hub = getcurrent()
         self._running: _Task | None = None
-        blocks = find_blocks(model)
-        self._blocks = len(blocks)
-        self._handles = []
-        for name, block in blocks.items():
-            self._handles += [
-                block.register_forward_pre_hook(self._stop_before(name), prepend=True),
-                block.register_forward_hook(self._stop_after(name)),
-            ]
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._blocks = find_blocks(model)
 
     @property
     def runs(self) -> bool:
@@ -141,6 +138,14 @@ class LayersFirst:
         Raises:
             RuntimeError: see the module, refused. No gradient has landed then.
         """
+        try:
+            return self._run(works)
+        except _ReadsMoreError:
+            logger.info("the loss reads more of the blocks than what the last one makes: what heads save is kept")
+            self._keeps_heads = True
+            return self._run(works)
+
+    def _run(self, works: Sequence[Callable[[], R]]) -> list[R]:
         found: list[Any] = [None] * len(works)
 
         def taking(index: int) -> Callable[[], None]:
@@ -152,10 +157,13 @@ class LayersFirst:
         ambient = _Modes.now(self._device.type)
         tasks = [_Task(greenlet(taking(index)), ambient) for index in range(len(works))]
         for task in tasks:
-            task.coroutine.gr_context = contextvars.copy_context()
+            task.coroutine.gr_context = contextvars.copy_context()  # type: ignore[misc]
         self._hub = getcurrent()
         drawn = self._drawn()
         self._engine.begin_rounds()
+        if self._room is not None:
+            self._room.begin_rounds()
+        handles = list(self._attach())
         try:
             self._forward(tasks)
             roots = self._heads(tasks)
@@ -164,16 +172,26 @@ class LayersFirst:
                     self._refuse("the forward draws random numbers (dropout), in another order than in plain training")
         finally:
             self._end(tasks, ambient)
+            for handle in handles:
+                handle.remove()
             self._engine.end_rounds()
+            if self._room is not None:
+                self._room.end_rounds()
         self._engine.begin_backward_of_rounds()
         torch.autograd.backward([GradientEdge(*edge) for edge in roots], list(roots.values()))
         return found
+
+    def _attach(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        """Stops at the borders of blocks, outside of all other hooks."""
+        for name, block in self._blocks.items():
+            yield block.register_forward_pre_hook(self._stop_before(name), prepend=True)
+            yield block.register_forward_hook(self._stop_after(name))
 
     # --- rounds ------------------------------------------------------------------------------------------------------
 
     def _forward(self, tasks: Sequence[_Task]) -> None:
         """Rounds, up to the end of the last block."""
-        while tasks[0].blocks < self._blocks:
+        while tasks[0].blocks < len(self._blocks):
             stops = [self._go_on(task) for task in reversed(tasks)]
             self._engine.end_round()
             if None in stops:
@@ -237,7 +255,7 @@ class LayersFirst:
                     self._refuse("a weight of the head has a hook on its gradient")
                 yield node
             elif node._sequence_nr() < first:
-                self._refuse("the loss reads more of the blocks than what the last one has made")
+                raise _ReadsMoreError
             ahead += [after for after, _ in node.next_functions if after is not None]
 
     def _go_on(self, task: _Task) -> Stop | None:
@@ -268,7 +286,7 @@ class LayersFirst:
             if task is None:
                 return None
             task.blocks += 1
-            ends = task.blocks == self._blocks and not self._keeps_heads
+            ends = task.blocks == len(self._blocks) and not self._keeps_heads
             found = self._cut(task, output) if ends else None
             self._hub.switch(stop)
             return found

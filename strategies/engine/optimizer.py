@@ -19,8 +19,9 @@ It differs from a plain optimizer in this:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from deepstow.strategies.core.validate import check
 from deepstow.strategies.engine.engine import Engine, Runtime
 from deepstow.strategies.engine.forward import chunked_loss
 from deepstow.strategies.engine.forward.checkpointing import room_of
+from deepstow.strategies.engine.layers_first import LayersFirst
 from deepstow.strategies.engine.memory.accelerator import device_of
 from deepstow.strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
 from deepstow.strategies.engine.ranks.two_level import exchange_of
@@ -114,6 +116,8 @@ def stow(
         debug=place.debug,
     )
     optimizer = StowOptimizer(model, layout, place.addresses, params, rule, runtime, hosts=hosted_bytes > 0)
+    if plan.facts.run.together > 1:
+        optimizer.takes_turns(keeps_heads=plan.facts.run.reads_blocks)
     model.__dict__[STOWED] = optimizer
     chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()
@@ -168,6 +172,7 @@ class StowOptimizer(torch.optim.Optimizer):
             self._room.use(self.engine.arena, transfer_for(runtime.device))
         self._name_of = {id(param): name for name, param in model.named_parameters()}
         self.access = StateAccess(model, self.engine)
+        self.layers: LayersFirst | None = None  # of a plan whose micro-batches take turns in each layer
         self._model = model
         self._first_look = model.register_forward_pre_hook(self._look_once)
         self._planned = self._members()
@@ -181,6 +186,32 @@ class StowOptimizer(torch.optim.Optimizer):
         """Before a forward that does not call the model itself, as that of a pipeline's part."""
         self.access.keep_edits()
         self.engine.begin_forward()
+
+    def takes_turns(self, *, keeps_heads: bool) -> None:
+        """``backward_all`` lets micro-batches take turns in each layer; ``layers_first.py`` has the argument."""
+        self.layers = LayersFirst(self._model, self.engine, self._room, keeps_heads=keeps_heads)
+
+    def backward_all(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Compute the losses of a step's micro-batches, and their gradients, in the order that the plan says: one after
+        the other through the model, or all of them through a layer before the next (``accumulation: layers``).
+
+            losses = optimizer.backward_all([lambda batch=batch: model(**batch).loss / len(batches) for batch in batches])
+
+        Raises:
+            RuntimeError: the model cannot be run layer by layer; the message names the reason. No gradient has landed.
+        """
+        layers = self.layers
+
+        def work(loss_of: Callable[[], Tensor]) -> Tensor:
+            loss = loss_of()
+            if layers is None:
+                loss.backward()
+            else:
+                layers.backward(loss)
+            return loss.detach()
+
+        works = [partial(work, loss_of) for loss_of in losses]
+        return [each() for each in works] if layers is None else layers.run(works)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -48,9 +48,10 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
         request,
         2 * saved,
     )
-    longer = replace(run, accumulation=2 * run.accumulation)
+    twice = {"together": 2 * run.together} if run.together > 1 else {"accumulation": 2 * run.accumulation}
+    longer = replace(run, **twice)
     yield (
-        f"training.gradient_accumulation_steps: {longer.accumulation} (a batch of twice as many)",
+        f"training.gradient_accumulation_steps: {longer.micro_batches} (a batch of twice as many)",
         replace(facts, run=longer),
         request,
         saved,

@@ -99,7 +99,7 @@ class _Search:
         here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         self._curves = [TradeoffCurve(units, here)]
         if others:
-            spare = self._spare_bytes()
+            spare = self._spare_bytes() // facts.run.together
             self._curves += [TradeoffCurve(units, within_host(units, each, spare)) for each in others]
 
     def _spare_bytes(self) -> int:

@@ -185,8 +185,8 @@ def _row(plan: Plan, name: str, before: int, options: Sequence[KeepOption | Keep
         "kept_bytes": kept,
         "hosted_bytes": sum(option.hosted_bytes for option in options),
         "freed_bytes": before - kept,
-        "flops": run.accumulation * sum(option.again.flops for option in options),
-        "seconds": None if seconds is None else run.accumulation * sum(seconds),
+        "flops": run.micro_batches * sum(option.again.flops for option in options),
+        "seconds": None if seconds is None else run.micro_batches * sum(seconds),
     }
 
 

@@ -122,7 +122,7 @@ def _saved_line(plan: Plan, tier: Tier, saved: dict[UnitKind, list[Row]]) -> str
     every = [row for some in saved.values() for row in some]
     parts = ", ".join(f"{_span(row.unit for row in some)} {total(some)}" for some in saved.values())
     why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in every))
-    times = plan.facts.run.in_flight
+    times = plan.facts.run.in_flight * plan.facts.run.together
     each = f", for each of {times} micro-batches under way" if times > 1 else ""
     return f"{SAVED} on the {tier.value}{each}: {total(every)} ({parts}) [{why}]"
 

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from deepstow.strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
 from deepstow.strategies.engine.forward.blocks import find_blocks
-from deepstow.strategies.engine.forward.checkpointing import Names, stream_in
+from deepstow.strategies.engine.forward.checkpointing import Names, draws, stream_in
 from deepstow.strategies.engine.forward.compiled import compiled
 from deepstow.strategies.engine.forward.routed_linear import storage_of
 from deepstow.strategies.engine.forward.token_slices import PRODUCT
@@ -150,6 +150,7 @@ class Counter(TorchDispatchMode):
         self._compiled = {name for name, block in self.blocks.items() if compiled(block) is not None}  # as one operator
         self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
         self._sparse = False
+        self._draws = False  # random numbers
         self._flops_in = dict[str, int]()
         self._launches = dict[str, int]()
         self._parameters = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
@@ -221,6 +222,9 @@ class Counter(TorchDispatchMode):
         if not all(map(_is_dense, (*inputs, *outputs))):
             self._sparse = True
             return out
+        if not self._draws and torch.Tag.nondeterministic_seeded in func.tags:
+            fused = any(argument.name == "dropout_p" for argument in func._schema.arguments)
+            self._draws = not fused or draws(func, args, kwargs)
         asks = func is torch.ops.prim.device.default  # more than half of all calls on fake tensors
         self._look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
         if func._schema.is_mutable:
@@ -354,6 +358,17 @@ class Counter(TorchDispatchMode):
             for path, kind in kinds.items()
             if path in used or self.saved.get(path)
         )
+
+    @property
+    def refuses_turns(self) -> str:
+        """Why micro-batches cannot take turns in each block (``strategies/engine/layers_first.py``)."""
+        reasons = {
+            "the model has no blocks": not self.blocks,
+            "a block runs twice in a forward": bool(self._repeated),
+            "not every block runs in a forward": self.blocks.keys() != self._entered,
+            "the forward draws random numbers (dropout), in another order than in plain training": self._draws,
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def linears(self) -> Iterator[tuple[str, str]]:
         """The linear layers of blocks that were called: the block's path, and the layer's."""

@@ -338,6 +338,8 @@ def count_of(
         tied=tensor_share.is_tied(model),
         untied=getattr(model, "untied", ()),
         written=tuple(sorted(found.written)),
+        refuses_turns=found.refuses_turns,
+        reads_blocks=bool(getattr(text, "output_router_logits", False)),
         head_words=tensor_share.head_words(model),
         num_experts=max(experts, default=0),
         experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,

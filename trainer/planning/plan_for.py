@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
@@ -51,6 +51,7 @@ def plan_for(
     host_memory: str | float = "auto",
     batch: Batch | None = None,
     accumulation: int = 1,
+    order: Literal["micro_batches", "layers", "auto"] = "micro_batches",
     world_size: int | None = None,
     moments: int = 2,
     moments_as: str = "fp32",
@@ -72,6 +73,8 @@ def plan_for(
         batch: keyword arguments of forward, or (rows, tokens), to count what is saved for backward. With None that
             counts as nothing.
         accumulation: micro-batches per update.
+        order: in which they run: one after the other, all through a layer before the next, or the faster one. A loop
+            hands those of another order to ``optimizer.backward_all``.
         world_size: ranks that train together; by default those of the default process group.
         moments: fp32 numbers of optimizer state per parameter; AdamW keeps two, another rule ``len(rule.names)``.
         moments_as: how AdamW's two rest: "bf16" and "int8" are not exact.
@@ -104,7 +107,8 @@ def plan_for(
         **_read_from(model, autocast),
     )
     count = count_live(model, batch, groups, autocast)
-    options = {"gpu_memory": gpu_memory, "host_memory": host_memory, "moments": moments_as, **offload}
+    options = {"gpu_memory": gpu_memory, "host_memory": host_memory, "moments": moments_as, "accumulation": order}
+    options |= offload
     strategies = {"offload": options, "buffers": {"debug": debug}, "recompute": recompute, "zero": zero}
     strategies["cross_entropy"] = cross_entropy
     asked = {name: find(name).model_validate(given) for name, given in strategies.items() if given is not None}

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from deepstow.strategies.core.layout import mapped_bytes
-from deepstow.strategies.core.peak import passes_peak
 from deepstow.strategies.core.plan import Kind, Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
@@ -53,7 +52,7 @@ def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
     saved = sum(plan.saved_bytes(unit.name) for unit in units)
     if run.micro_batch > 1:
         half = run.micro_batch // 2
-        rest = f"per_device_train_batch_size: {half}, gradient_accumulation_steps: {run.accumulation * 2}"
+        rest = f"per_device_train_batch_size: {half}, gradient_accumulation_steps: {run.micro_batches * 2}"
         yield f"training: {{{rest}}}", saved - saved * half // run.micro_batch
     elif run.sequence > 1:
         yield f"data.max_length: {run.sequence // 2}", saved // 2
@@ -63,7 +62,7 @@ def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
             ways = [by_policy(unit, policy, hosts=hosts and index < end) for index, unit in enumerate(units)]
             if not hosts or any(way.hosted for way in ways):
                 words = f"policy: {policy}{', activation_offloading: true' * hosts}"
-                kept = passes_peak([way.saved for way in ways], [0] * len(units), run.in_flight)
+                kept = plan.passes_peak([way.saved for way in ways], [0] * len(units))
                 yield f"strategies: {{recompute: {{{words}}}}}", plan.saved_peak() - kept
     if plan.layout is not None:
         lower = plan.peak(Tier.DEVICE) * 9 // 10

@@ -62,9 +62,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A tensor on its way down, referenced until the end of the forward of the block after ``block``."""
+    """A tensor on its way down, referenced until the end of the forward of the block after that of ``call``."""
 
-    block: int
+    call: int
     tensor: Tensor
     version: int
     event: Event
@@ -78,8 +78,9 @@ class HostRoom:
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena | None, transfer: Transfer | None = None) -> None:
         self.num_refused = 0
         self._transfer = transfer
-        self._block = -1  # the one in forward
-        self._sent: dict[int, list[weakref.ref[Sent]]] = {}  # per block, in the newest forward
+        self._call = -1  # the one in forward, by the index of its block, or in rounds by number
+        self._rounds = False
+        self._sent: dict[int, list[weakref.ref[Sent]]] = {}  # per call, in the newest forward
         self._leaving: list[Leaving] = []
         self._coming: list[tuple[weakref.ref[Sent], Tensor, Event]] = []
         self._last_up: Event | None = None
@@ -113,11 +114,21 @@ class HostRoom:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
+    def begin_rounds(self) -> None:
+        """Several micro-batches take turns in each block (``layers_first.py``): one forward of all of them follows."""
+        self._release(None)
+        self._rounds, self._call = True, -1
+        self._sent.clear()
+
+    def end_rounds(self) -> None:
+        """That forward has ended."""
+        self._rounds = False
+
     def _begin(self, index: int, module: nn.Module, inputs: Any) -> None:
-        if index <= self._block:
+        if not self._rounds and index <= self._call:
             self._release(None)  # of an earlier forward
-        self._block = index
-        self._sent[index] = []
+        self._call = self._call + 1 if self._rounds else index
+        self._sent[self._call] = []
 
     def send(self, tensor: Tensor) -> Sent | None:
         """Start to copy ``tensor`` down. The caller keeps what is returned instead; None: it cannot be sent."""
@@ -140,8 +151,8 @@ class HostRoom:
         transfer.uses(Stream.COMPUTE, writes=[source])
         transfer.wait(Stream.DOWN, transfer.record(Stream.COMPUTE), self._last_up)
         transfer.copy(Stream.DOWN, memory, source)
-        self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Stream.DOWN)))
-        self._sent.setdefault(self._block, []).append(weakref.ref(sent))
+        self._leaving.append(Leaving(self._call, tensor, tensor._version, transfer.record(Stream.DOWN)))
+        self._sent.setdefault(self._call, []).append(weakref.ref(sent))
         return sent
 
     def _top(self, num_bytes: int) -> int | None:
@@ -155,19 +166,19 @@ class HostRoom:
         return start if self._memory is not None and start + aligned(num_bytes) <= self._memory.numel() else None
 
     def _end(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._release(index if output is not None else None)  # None: an error
+        self._release(self._call if output is not None else None)  # None: an error
         self._leaving = [replace(one, tensor=one.tensor.detach()) for one in self._leaving]  # see [Note: no graph]
         if not torch.is_grad_enabled():
             return
-        soon = [*self._sent.get(index, []), *self._sent.get(index - 1, [])]
+        soon = [*self._sent.get(self._call, []), *self._sent.get(self._call - 1, [])]
         if soon:
             for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
                 node.register_prehook(lambda grads: self._bring(soon))  # the first of them to run
 
     def _release(self, before: int | None) -> None:
         """Release the device's memory of what blocks before this one, or all, have sent. See [Note: lifetimes]."""
-        gone = [one for one in self._leaving if before is None or one.block < before]
-        self._leaving = [one for one in self._leaving if before is not None and one.block >= before]
+        gone = [one for one in self._leaving if before is None or one.call < before]
+        self._leaving = [one for one in self._leaving if before is not None and one.call >= before]
         for one in gone:
             assert self._transfer is not None
             self._transfer.wait(Stream.COMPUTE, one.event)
