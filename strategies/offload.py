@@ -280,6 +280,8 @@ class Offload(Strategy):
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"
+        if facts.run.together > 1:
+            reason += f"; all {facts.run.together} micro-batches of a step pass a layer before the next"
         if on_disk := disk_bytes(layout):
             reason += f"; {human(on_disk)} rest on the disk ({', '.join(layout.disk)})"
         if said := self.losses().bits:

@@ -102,13 +102,15 @@ class KeepCosts:
         work_seconds: seconds of recomputed work.
         link_s: seconds per byte that goes to the host and comes back; None: nothing may go there.
         inputs_only: only inputs of blocks may go there, no outputs of operators.
-        senders: units before this one may send, the others not: the host may be too small for all.
+        senders: as many units may send, of those that may at all: the host may be too small for all.
+        spread: these are not the first ones, but one here and one there, so that the link is never asked for much.
     """
 
     work_seconds: Callable[[Work], float]
     link_s: float | None = None
     inputs_only: bool = False
     senders: int | None = None
+    spread: bool = False
 
     def of(self, option: KeepOption) -> float:
         """Seconds per micro-batch."""
@@ -176,9 +178,8 @@ class TradeoffCurve:
         self._units = units
         known: dict[tuple[object, ...], list[KeepOption]] = {}  # blocks are mostly alike
         self.frontiers: list[list[KeepOption]] = []
-        end = _end_of_senders(units, costs)
         for index, unit in enumerate(units):
-            its = costs if index < end else replace(costs, link_s=None)
+            its = costs if _sends(index, units, costs) else replace(costs, link_s=None)
             key = (unit.saved_bytes, unit.choices, unit.temporaries, its.link_s)
             if key not in known:
                 known[key] = frontier(unit, its)
@@ -220,10 +221,13 @@ def _with_shared(units: Sequence[Unit], options: list[KeepOption]) -> list[KeepO
     return options
 
 
-def _end_of_senders(units: Sequence[Unit], costs: KeepCosts) -> int:
-    """Units before this one may send; the last two blocks never do."""
+def _sends(index: int, units: Sequence[Unit], costs: KeepCosts) -> bool:
+    """Whether a unit may send; the last two blocks never do."""
     end = last_block(units) - 1
-    return end if costs.senders is None else min(end, costs.senders)
+    most = end if costs.senders is None else min(end, costs.senders)
+    if index >= end or not costs.spread:
+        return index < most
+    return (index + 1) * most // end > index * most // end
 
 
 def within_host(units: Sequence[Unit], costs: KeepCosts, spare: int) -> KeepCosts:
@@ -274,6 +278,5 @@ def _other_last_moves(
     if position == 0:
         return []
     before, moved = curve.bare(position - 1), curve.moves[position - 1]
-    may_send = moved < _end_of_senders(units, costs)
-    options = _options(units[moved], costs if may_send else replace(costs, link_s=None))
+    options = _options(units[moved], costs if _sends(moved, units, costs) else replace(costs, link_s=None))
     return [_with_shared(units, [*before[:moved], option, *before[moved + 1 :]]) for option in options]

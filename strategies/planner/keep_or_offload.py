@@ -97,6 +97,8 @@ class _Search:
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
         self.at = cache(self._at)
         here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
+        # Where micro-batches take turns, a unit sends what all of them save at once.
+        others = [replace(each, spread=facts.run.together > 1) for each in others]
         self._curves = [TradeoffCurve(units, here)]
         if others:
             spare = self._spare_bytes() // facts.run.together

@@ -132,6 +132,9 @@ class StowAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward; under DeepSpeed also the step, when gradients are complete."""
+        if self.stowed is not None and self.stowed.layers is not None and self.stowed.layers.runs:
+            self.stowed.layers.backward(loss)  # of all micro-batches, when they have come so far
+            return
         if self.max_grad_norm is None or self.distributed_type is not DistributedType.DEEPSPEED:
             with self.stowed.scaled_loss() if self.stowed is not None else nullcontext(1) as ranks:
                 super().backward(loss / ranks if ranks > 1 else loss, **kwargs)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,8 @@ class StowedTrainer:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    _batches: Sequence[Any] = ()  # the micro-batches of this step
+    _losses: list[torch.Tensor] | None = None  # of those that have run already
 
     @property
     def stows(self) -> bool:
@@ -221,6 +224,23 @@ class StowedTrainer:
         for why, is_so in refusals.items():
             if is_so:
                 raise ValueError(why)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's; the micro-batches are kept where all of them pass a layer before the next."""
+        batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if self.stowed is not None and self.stowed.layers is not None:
+            self._batches = list(batches)
+        return batches, count
+
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> torch.Tensor:
+        """As Hugging Face's. Where micro-batches take turns in each layer, the first one of a step runs all of them."""
+        step = super().training_step  # type: ignore[misc]
+        if self.stowed is None or self.stowed.layers is None:
+            return step(model, inputs, *rest, **more)  # type: ignore[no-any-return]
+        if not self._losses:
+            works = [partial(step, model, batch, *rest, **more) for batch in self._batches]
+            self._losses = self.stowed.layers.run(works)
+        return self._losses.pop(0)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As Hugging Face's, but a stowed model is not moved: the engine does that as planned.
