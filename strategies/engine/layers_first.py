@@ -20,8 +20,8 @@ summed, and those of what it has read of the blocks, from which backward goes on
 blocks than the last one's output (router losses do), these gradients depend on each other. Then heads are kept
 (``keeps_heads``), and backward begins with the losses.
 
-Torch's modes belong to a thread, not to a coroutine: gradients on or off, and autocast, are put back when one goes on.
-Casts that autocast keeps are dropped at each switch, or micro-batches would share one, and its gradient be summed in
+Torch's modes belong to a thread, not to a coroutine: gradients on or off, autocast, and hooks on saved tensors (as of a
+checkpoint around a block) are put back when one goes on. Casts that autocast keeps are dropped at each switch, or micro-batches would share one, and its gradient be summed in
 fewer bits.
 
 Refused: a forward that draws random numbers (micro-batches would draw in another order than in plain training), that
@@ -39,6 +39,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
+from torch._C import _autograd as autograd
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
@@ -65,23 +66,39 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Modes:
-    """Torch's modes of the thread that a forward may have changed."""
+    """Torch's modes of the thread that a forward may have changed. ``hooks``: on saved tensors, the innermost last."""
 
     gradients: bool
     autocast: bool
     dtype: torch.dtype
     keeps_casts: bool
+    dispatches: int
+    hooks: tuple[Any, ...]
 
     @classmethod
-    def now(cls, device: str) -> _Modes:
-        autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return cls(torch.is_grad_enabled(), autocast, dtype, torch.is_autocast_cache_enabled())
+    def taken(cls, device: str) -> _Modes:
+        """Those of now; the hooks are removed."""
+        hooks: list[Any] = []
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.insert(0, top)
+            autograd._pop_saved_tensors_default_hooks()
+        return cls(
+            gradients=torch.is_grad_enabled(),
+            autocast=torch.is_autocast_enabled(device),
+            dtype=torch.get_autocast_dtype(device),
+            keeps_casts=torch.is_autocast_cache_enabled(),
+            dispatches=torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
+            hooks=tuple(hooks),
+        )
 
-    def set(self, device: str) -> None:
+    def give(self, device: str) -> None:
+        """To whoever runs next, where no hooks are."""
         torch.set_grad_enabled(self.gradients)
         torch.set_autocast_enabled(device, self.autocast)
         torch.set_autocast_dtype(device, self.dtype)
         torch.set_autocast_cache_enabled(self.keeps_casts)
+        for pack, unpack in self.hooks:
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,17 +171,17 @@ class LayersFirst:
 
             return take
 
-        ambient = _Modes.now(self._device.type)
+        ambient = _Modes.taken(self._device.type)
         tasks = [_Task(greenlet(taking(index)), ambient) for index in range(len(works))]
         for task in tasks:
             task.coroutine.gr_context = contextvars.copy_context()  # type: ignore[misc]
         self._hub = getcurrent()
-        drawn = self._drawn()
-        self._engine.begin_rounds()
-        if self._room is not None:
-            self._room.begin_rounds()
         handles = list(self._attach())
         try:
+            drawn = self._drawn()
+            self._engine.begin_rounds()
+            if self._room is not None:
+                self._room.begin_rounds()
             self._forward(tasks)
             roots = self._heads(tasks)
             for before, after in zip(drawn, self._drawn(), strict=True):
@@ -204,7 +221,7 @@ class LayersFirst:
         roots: dict[tuple[Node, int], Tensor] = {}
         own = set[tuple[Node, int]]()  # of these, sums that nobody else holds
         for task in reversed(tasks) if self._keeps_heads else tasks:
-            first = torch._C._autograd._get_sequence_nr()
+            first = autograd._get_sequence_nr()
             if self._go_on(task) is not None:
                 self._refuse("a block runs twice in a forward")
             loss, task.loss = task.loss, None
@@ -261,12 +278,17 @@ class LayersFirst:
     def _go_on(self, task: _Task) -> Stop | None:
         """Let ``task`` run to its next stop; None: it has its loss, or has ended."""
         device = self._device.type
-        task.modes.set(device)
+        before = task.modes.dispatches
+        task.modes.give(device)
         self._running = task
-        stop: Stop | None = task.coroutine.switch()
-        self._running = None
-        task.modes = _Modes.now(device)
-        torch.clear_autocast_cache()
+        try:
+            stop: Stop | None = task.coroutine.switch()
+        finally:
+            self._running = None
+            task.modes = _Modes.taken(device)
+            torch.clear_autocast_cache()
+        if task.modes.dispatches != before:
+            self._refuse("blocks run inside of a mode of torch's that the model sets")
         return stop
 
     def _stop_before(self, name: str) -> Callable[..., None]:
@@ -311,10 +333,10 @@ class LayersFirst:
         """Let what has not come to its end leave what it is inside of."""
         for task in tasks:
             if task.coroutine:  # it has begun, and has not ended
-                task.modes.set(self._device.type)
+                task.modes.give(self._device.type)
                 task.coroutine.throw(GreenletExit)
-        self._running = None
-        ambient.set(self._device.type)
+                _Modes.taken(self._device.type)
+        ambient.give(self._device.type)
         torch.clear_autocast_cache()
 
     def _drawn(self) -> list[Tensor]:

@@ -166,6 +166,8 @@ def stowed(
     tasks: Sequence[tuple[bool, int]] | None = None,
     process_group: Any = None,
     scaled: bool = False,
+    layers: bool = False,
+    keeps_heads: bool = False,
 ) -> Result:
     """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards.
 
@@ -173,6 +175,7 @@ def stowed(
         tasks: of a step, as a pipeline's stage has them: whether it is a backward, and the micro-batch.
         process_group: if it is not the default one.
         scaled: losses are divided by the number of ranks.
+        layers: all micro-batches of a step pass a layer before the next; ``plan`` is of one.
     """
     result, losses, norms = Result(), list[Tensor](), list[Tensor]()
     rule = rule or AdamW(lr=LR, weight_decay=DECAY)
@@ -183,10 +186,14 @@ def stowed(
     how: dict[str, Any] = {"device": device, "transfer": transfer, "beside": beside, "process_group": process_group}
     optimizer = stow(model, given, groups_of(model, groups), rule, **how)
     scheduler = schedule(optimizer) if schedule else None
+    if layers:
+        optimizer.takes_turns(keeps_heads=keeps_heads)
     torch.manual_seed(5)
     for window in _windows(batches, accumulation):
         waiting: dict[int, Tensor] = {}
-        for backward, number in tasks or [(each, number) for number in range(len(window)) for each in (False, True)]:
+        if layers:
+            losses += optimizer.backward_all([partial(_loss_of, model, batch, accumulation) for batch in window])
+        for backward, number in () if layers else tasks or [(each, number) for number in range(len(window)) for each in (False, True)]:
             if not backward:
                 waiting[number] = model(**window[number]).loss / accumulation
                 losses.append(waiting[number].detach())
@@ -212,6 +219,11 @@ def stowed(
     if isinstance(transfer, RaceDetector):
         assert transfer.races == []
     return result
+
+
+def _loss_of(model: nn.Module, batch: Mapping[str, Tensor], accumulation: int) -> Tensor:
+    loss: Tensor = model(**batch).loss / accumulation
+    return loss
 
 
 def _own_state(model: nn.Module, optimizer: StowOptimizer) -> dict[str, Tensor]:
@@ -286,7 +298,7 @@ class Made:
         addresses = place(layout)
         check(layout, addresses, params)
         here = SimpleNamespace(addresses=addresses, debug=debug)
-        run = SimpleNamespace(copies=ranks, adding_copies=ranks, two_level=0)
+        run = SimpleNamespace(copies=ranks, adding_copies=ranks, two_level=0, together=1)
         return cls(layout, here, SimpleNamespace(run=run, units=()))
 
     def hosted_bytes(self) -> int:

@@ -38,6 +38,10 @@ ENGINE: Mapping[str, Sequence[object]] = {  # what every table has, in this orde
 }
 
 
+# Which expert gets no token is known only when all have come, and the next bucket needs the place before.
+NOT_PASSING = (("model", "experts"), ("clip", "passing"))
+
+
 def _table(*models: str, strength: int = 2, **changes: Sequence[object]) -> Table:
     rest: Mapping[str, Sequence[object]] = {
         "tied": (False, True), "groups": (1, 2), "recompute": ("none", "later"), "prefetch": (2, 0, 5),
@@ -55,6 +59,11 @@ BF16 = _table("llama", "experts", "gpt2", bucket=("one", "half"))
 IN_STAGES = _table(
     "llama", "gpt2", "experts",
     clip=("off", "tight"), accumulation=(4,), order=("1f1b", "gpipe"), transfer=("delayed", "watched", "vacant"),
+)  # fmt: skip
+IN_LAYERS = _table(  # models that draw no random numbers
+    "llama", "qwen3", "bloom", "mixtral", "experts",
+    tied=(False,), accumulation=(2, 3, 7), dtype=(torch.float32, torch.bfloat16), order=("layers",), transfer=("delayed", "watched", "vacant", "at-once"),
+    clip=("in-backward", "passing", "off", "tight", "loose"), prefetch=(2, 0, 1, 5),
 )  # fmt: skip
 
 
@@ -103,17 +112,19 @@ def both(
     model = build(case["model"], tied=case["tied"], dtype=dtype)
     checkpointing(model, case["recompute"])
     where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
+    layers = case.get("order") == "layers"
     early, passing = case["clip"] in ("in-backward", "passing"), case["clip"] == "passing"
-    plan = plan_of(model, in_backward=early, passing=passing, **where, **loop)
+    passes = {"accumulation": 1} if layers else {}
+    plan = plan_of(model, in_backward=early, passing=passing, **where, **(loop | passes))
     batches = batches_on(device, case["model"], STEPS * case["accumulation"])
     moves = transfer or TRANSFERS[case["transfer"]]()
     tasks = None
-    if "order" in case:  # of the first of three stages, which has most micro-batches under way
-        passes = case["accumulation"]
-        tasks = list(pipeline_clock.order(0, 3, passes))
+    if "order" in case and not layers:  # of the first of three stages, which has most micro-batches under way
+        count = case["accumulation"]
+        tasks = list(pipeline_clock.order(0, 3, count))
         if case["order"] == "gpipe":
-            tasks = [(backward, number) for backward in (False, True) for number in range(passes)]
-    return wanted, stowed(model, plan, batches, transfer=moves, device=device, tasks=tasks, **loop)
+            tasks = [(backward, number) for backward in (False, True) for number in range(count)]
+    return wanted, stowed(model, plan, batches, transfer=moves, device=device, tasks=tasks, layers=layers, **loop)
 
 
 def run(row: Row, dtype: torch.dtype = torch.float32) -> list[str]:

@@ -1,0 +1,290 @@
+"""All micro-batches of a step pass a layer before the next: the bits of plain accumulation, whatever moves where.
+
+Rows as in ``test_engine.py``. Of nine batches the last window has fewer, unless three are together.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.engine import AdamW, stow
+from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
+from deepstow.trainer.planning.plan_for import plan_for
+from tests.helpers.engine import LR, differences, plain, stowed
+from tests.helpers.grid import FORBIDDEN, IN_LAYERS, NOT_PASSING, run, title
+from tests.helpers.models import build, causal, tokens
+from tests.helpers.pairwise import Row, Table
+
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+COUNT = 4  # micro-batches of a step
+
+
+def rows(strength: int) -> list[Any]:
+    table = Table(IN_LAYERS.factors, [*FORBIDDEN, NOT_PASSING], strength)
+    return [pytest.param(row, id=title(row)) for row in table.rows()]
+
+
+@pytest.mark.parametrize("row", rows(2))
+def test_bits(row: Row) -> None:
+    dtype: Any = row.get("dtype", torch.float32)
+    assert run({name: level for name, level in row.items() if name != "dtype"}, dtype) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", rows(3))
+def test_bits_any_three_levels(row: Row) -> None:
+    test_bits(row)
+
+
+def batches(number: int = 2 * COUNT + 1) -> list[dict[str, Tensor]]:
+    """Of different lengths, with labels that are left out: the number of tokens differs."""
+    found = []
+    for index, batch in enumerate(tokens("llama", number)):
+        cut = {name: value[:, : value.shape[1] - index % 3] for name, value in batch.items()}
+        cut["labels"] = cut["labels"].clone()
+        cut["labels"][:, : index % 4] = -100
+        found.append(cut)
+    return found
+
+
+def made(model: nn.Module, **options: Any) -> Any:
+    """The plan of the planner, which has counted a batch."""
+    largest = max(batches(), key=lambda batch: batch["labels"].numel())
+    given = {"max_grad_norm": 0.5, "accumulation": COUNT, "order": "layers", "eval_rows": 0, "weights": "streamed"}
+    return plan_for(model, batch=largest, debug=True, **(given | options))
+
+
+def both(make: Callable[[], nn.Module], change: Callable[[nn.Module], Any] = lambda model: None, **options: Any) -> Any:
+    """Plain training and ours of the planner's plan, and the plan."""
+    wanted_of, found_of = make(), make()
+    change(wanted_of)
+    change(found_of)
+    wanted = plain(wanted_of, batches(), accumulation=COUNT, max_norm=0.5)
+    plan = made(found_of, **options)
+    recompute(found_of, plan)
+    return wanted, stowed(found_of, plan, batches(), accumulation=COUNT, max_norm=0.5, layers=True), plan
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": {"policy": "full", "activation_offloading": True}, "gradients": "host"},
+        {"recompute": {"policy": "selective", "activation_offloading": True}, "site": "streamed"},
+        {"recompute": {"policy": "full", "every": 2}, "cross_entropy": {}, "site": "host"},
+    ],
+    ids=["inputs on the host", "outputs on the host", "loss by chunks"],
+)
+def test_what_forward_keeps(options: dict[str, Any]) -> None:
+    wanted, found, plan = both(partial(build, "llama"), **options)
+    assert differences(wanted, found) == []
+    sends = options["recompute"].get("activation_offloading", False)
+    assert (plan.hosted_bytes() > 0) is sends
+
+
+def test_nothing_that_is_sent_finds_no_room() -> None:
+    """The room on the host is that of all micro-batches, and forward leaves none of it empty."""
+    model = build("llama")
+    plan = made(model, recompute={"policy": "full", "activation_offloading": True})
+    recompute(model, plan)
+    optimizer = stow(model, plan, None, AdamW(lr=LR))
+    optimizer.backward_all([lambda batch=batch: model(**batch).loss for batch in batches(COUNT)])
+    room = room_of(model)
+    assert room is not None and room.num_refused == 0 and room.traffic[1] > 0
+    optimizer.close()
+
+
+def test_weights_cross_twice_and_gradients_once_whatever_the_accumulation() -> None:
+    """And what is measured is what the plan says."""
+    from deepstow.strategies.planner.step_cost import traffic
+    from tests.unit.test_step_cost import FAST
+
+    model = build("llama")
+    plan = made(model, site="host", gradients="host", prefetch=1, recompute={"policy": "full"})
+    optimizer = stow(model, plan, None, AdamW(lr=LR), beside=False)
+    steps = []
+    for _ in range(3):
+        before = optimizer.engine.transfer.bytes_up, optimizer.engine.transfer.bytes_down
+        optimizer.backward_all([lambda batch=batch: model(**batch).loss for batch in batches(COUNT)])
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        transfer = optimizer.engine.transfer
+        steps.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
+    optimizer.close()
+    assert plan.layout is not None
+    assert steps[-1] == traffic(plan.facts_as_kept(), plan.layout, FAST)
+    moving = sum(bucket.weight_bytes for bucket in plan.layout.buckets if not bucket.resident)
+    assert moving < steps[-1][0] <= 2 * sum(bucket.weight_bytes for bucket in plan.layout.buckets)
+
+
+def frozen(model: nn.Module) -> None:
+    """The first block and the embedding."""
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.0" not in name and "embed" not in name)
+
+
+def adapted(model: nn.Module) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [frozen, adapted])
+def test_what_is_not_trained(change: Callable[[nn.Module], Any]) -> None:
+    wanted, found, _ = both(partial(build, "llama"), change)
+    assert differences(wanted, found) == []
+
+
+def routed() -> nn.Module:
+    """The auxiliary loss is half of all."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    kind = {"vocab_size": 64, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return causal("mixtral", output_router_logits=True, router_aux_loss_coef=0.5, **sizes, **kind)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["known to the plan", "found in the first step"])
+def test_a_loss_that_reads_more_of_the_blocks(keeps: bool) -> None:
+    wanted = plain(routed(), batches(), accumulation=COUNT, max_norm=0.5)
+    model = routed()
+    plan = made(model)
+    assert plan.facts.run.reads_blocks
+    found = stowed(model, plan, batches(), accumulation=COUNT, max_norm=0.5, layers=True, keeps_heads=keeps)
+    assert differences(wanted, found) == []
+
+
+def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
+    wanted, found, _ = both(partial(build, "llama", tied=True))
+    names = differences(wanted, found)
+    assert names, "the order is another one"
+    for name in (each for each in wanted.tensors if " " not in each):
+        # Where contributions cancel, Adam moves a weight by the learning rate in either direction.
+        assert torch.allclose(found.tensors[name], wanted.tensors[name], atol=3 * LR, rtol=0)
+    assert torch.tensor(found.losses).allclose(torch.tensor(wanted.losses), rtol=1e-3)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Its second block runs twice; ``skips`` it, it never does, or only for some batches."""
+
+    def __init__(self, calls: tuple[int, ...] = (0, 1, 1), drop: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 6), nn.Linear(6, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(drop)) for _ in range(2))
+        self.calls = calls
+
+    def forward(self, input_ids: Tensor, labels: Tensor, calls: tuple[int, ...] | None = None) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        for index in calls or self.calls:
+            x = self.layers[index](x)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+def batch_of(**more: Any) -> dict[str, Any]:
+    ids = torch.arange(8).reshape(2, 4)
+    return {"input_ids": ids, "labels": ids} | more
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Twice(), "a block runs twice"),
+        (Twice((0,)), "not every block runs"),
+        (Twice((0, 1), drop=0.1), "draws random numbers"),
+    ],
+    ids=["twice", "never", "dropout"],
+)
+def test_a_model_whose_micro_batches_cannot_take_turns(model: nn.Module, words: str) -> None:
+    """By the plan, which knows a forward; and under ``auto`` the plan has today's order."""
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "accumulation": 2, "batch": batch_of(), "eval_rows": 0}
+    with pytest.raises(Refusal, match=f"accumulation = 'layers': .*{words}.*write micro_batches"):
+        plan_for(model, order="layers", **options)
+    assert plan_for(model, order="auto", **options).facts.run.together == 1
+
+
+@pytest.fixture
+def turns() -> Iterator[Any]:
+    """A stowed model whose plan was made for another forward."""
+    model = Twice((0, 1))
+    plan = plan_for(model, max_grad_norm=1.0, accumulation=2, order="layers", batch=batch_of(), eval_rows=0)
+    optimizer = stow(model, plan, None, AdamW(lr=LR))
+    yield model, optimizer
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (((0, 1, 1), (0, 1, 1)), "a block runs twice"),
+        (((0,), (0,)), "not every block runs"),
+        (((0, 1), (1, 0)), "different ways"),
+    ],
+    ids=["twice", "never", "different"],
+)
+def test_a_forward_that_the_plan_has_not_seen(turns: Any, calls: Any, words: str) -> None:
+    """One line, no gradient has landed, and the next step trains."""
+    model, optimizer = turns
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=f"accumulation: layers: .*{words}.*micro_batches"):
+        optimizer.backward_all([lambda each=each: model(**batch_of(calls=each)).loss for each in calls])
+    assert optimizer.engine.gradients.empty
+    optimizer.zero_grad()
+    optimizer.backward_all([lambda: model(**batch_of()).loss / 2] * 2)
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_an_error_in_one_micro_batch_is_the_callers(turns: Any) -> None:
+    """And the modes of torch are those of before."""
+    model, optimizer = turns
+
+    def fails() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch_of())
+            raise ValueError("of the user's")
+
+    with pytest.raises(ValueError, match="of the user's"):
+        optimizer.backward_all([lambda: model(**batch_of()).loss, fails])
+    assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+    optimizer.zero_grad()
+    optimizer.backward_all([lambda: model(**batch_of()).loss / 2] * 2)
+    optimizer.step()
+
+
+def test_autocast_casts_for_each_micro_batch() -> None:
+    """A cast that two of them shared would sum their gradients in bf16."""
+
+    def trained(ours: bool) -> dict[str, Tensor]:
+        model = build("llama")
+        given = [partial(_autocast_loss, model, batch) for batch in batches(COUNT)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            plan = made(model, max_grad_norm=None, site="host", update_in_backward=False)
+        if ours:
+            optimizer: Any = stow(model, plan, None, AdamW(lr=LR), beside=False)
+            optimizer.backward_all(given)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+            for loss_of in given:
+                loss_of().backward()
+        optimizer.step()
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+        if ours:
+            optimizer.close()
+        return found
+
+    wanted, found = trained(False), trained(True)
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+
+
+def _autocast_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss: Tensor = model(**batch).loss / COUNT
+    return loss
