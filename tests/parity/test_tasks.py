@@ -156,7 +156,10 @@ def seq2seq(base: str, folder: str, lora: Any, **more: Any) -> Any:
     made = rows.map(features, remove_columns=rows.column_names)
     set_seed(SAID["seed"])
     model = AutoModelForSeq2SeqLM.from_pretrained(base)
-    model.config.use_cache, model.accepts_loss_kwargs = False, False
+    model.accepts_loss_kwargs = False
+    for module in model.modules():  # T5's decoder has a config of its own; keys from a cache have other strides
+        if hasattr(module, "config"):
+            module.config.use_cache = False
     if lora is not None:
         from peft import get_peft_model
 
