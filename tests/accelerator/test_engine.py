@@ -16,7 +16,7 @@ from deepstow.strategies.engine.memory.arena import OutOfMemoryError
 from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.accelerator import chosen
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
-from tests.helpers.grid import BF16, FORBIDDEN, FP32, batches_on, both, noise, title
+from tests.helpers.grid import BF16, FORBIDDEN, FP32, IN_LAYERS, NOT_PASSING, batches_on, both, noise, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
 from tests.helpers.releases import needs_scratch
@@ -39,6 +39,24 @@ TABLE = Table(
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=title(row)) for row in TABLE.rows()])
 def test_bits_of_the_table_of_cases(row: Row) -> None:
+    case: dict[str, Any] = {name: level for name, level in row.items() if name != "dtype"}
+    dtype: Any = row["dtype"]
+    assert differences(*both(case, dtype, DEVICE, AcceleratorTransfer(torch.device(DEVICE)))) == []
+
+
+LAYERS = Table(
+    {
+        **{name: levels for name, levels in IN_LAYERS.factors.items() if name != "transfer"},
+        "model": ("llama", "experts"),
+        "recompute": ("none", "later"),
+        "accumulation": (2, 3),
+    },
+    [*FORBIDDEN, NOT_PASSING],
+)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=title(row)) for row in LAYERS.rows()])
+def test_layers_first(row: Row) -> None:
     case: dict[str, Any] = {name: level for name, level in row.items() if name != "dtype"}
     dtype: Any = row["dtype"]
     assert differences(*both(case, dtype, DEVICE, AcceleratorTransfer(torch.device(DEVICE)))) == []

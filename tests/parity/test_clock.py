@@ -66,9 +66,10 @@ def driven(model: nn.Module, plan: Plan, problem: Problem, clock: Clocked) -> tu
                for direction in ("forward", "backward")]  # fmt: skip
     drive(optimizer.engine, clock, *seconds)
     ends = []
+    count = plan.facts.run.together
     for batch in tokens("llama", STEPS):
         before = clock.bytes_up
-        model(**batch).loss.backward()
+        optimizer.backward_all([lambda batch=batch: model(**batch).loss] * count)
         optimizer.step()
         optimizer.zero_grad()
         ends.append(max(clock.now[Stream.COMPUTE], clock.now[Stream.UP]))
@@ -77,12 +78,17 @@ def driven(model: nn.Module, plan: Plan, problem: Problem, clock: Clocked) -> tu
     return ends[-1] - ends[-2], moved
 
 
-FACTORS = {"prefetch": ("auto", 0, 1), "factor": (0.3, 1.5, 4.0), "spare_blocks": (0, 1, 2)}
+FACTORS = {"prefetch": ("auto", 0, 1), "factor": (0.3, 1.5, 4.0), "spare_blocks": (0, 1, 2), "together": (1, 3)}
 
 
-@pytest.mark.parametrize(("prefetch", "factor", "spare_blocks"), [tuple(row.values()) for row in Table(FACTORS).rows()])
-def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, spare_blocks: int) -> None:
+@pytest.mark.parametrize(tuple(FACTORS), [tuple(row.values()) for row in Table(FACTORS).rows()])
+def test_a_plan_takes_the_simulated_seconds(
+    prefetch: int | str, factor: float, spare_blocks: int, together: int
+) -> None:
+    """Also where micro-batches take turns in each layer, and the link has the time of all of them."""
     model, facts = frozen_base(), counted()
+    facts = replace(facts, run=replace(facts.run, together=together))
+    factor *= together
     probe = planned(facts, site="device", weights="streamed", prefetch=0)
     assert probe.layout is not None
     block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
