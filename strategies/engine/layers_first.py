@@ -32,8 +32,9 @@ from __future__ import annotations
 
 import contextvars
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -109,7 +110,24 @@ class _Task:
     modes: _Modes
     blocks: int = 0  # that it has passed
     loss: Tensor | None = None
-    ends: dict[Node, GradientEdge] | None = None  # of each leaf that the head reads, what the last block has made
+    root: Tensor | None = None  # where its backward begins
+    ends: list[Node] = field(default_factory=list)  # leaves that its head reads in place of what the last block has made
+    gradients: list[Tensor | None] = field(default_factory=list)  # of these
+
+
+class _Root(torch.autograd.Function):
+    """Gives what the last block has ``made`` its gradients, which are in a list until then, and in no other place."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *made: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return made[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return (None, *gradients)
 
 
 class LayersFirst:
@@ -128,6 +146,8 @@ class LayersFirst:
         self._hub = getcurrent()
         self._running: _Task | None = None
         self._blocks = find_blocks(model)
+        names = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        self._shared = {param for param, times in names.items() if times > 1}  # a tied head's weight
 
     @property
     def runs(self) -> bool:
@@ -183,7 +203,7 @@ class LayersFirst:
             if self._room is not None:
                 self._room.begin_rounds()
             self._forward(tasks)
-            roots = self._heads(tasks)
+            sums = self._heads(tasks)
             for before, after in zip(drawn, self._drawn(), strict=True):
                 if not torch.equal(before, after):
                     self._refuse("the forward draws random numbers (dropout), in another order than in plain training")
@@ -194,8 +214,7 @@ class LayersFirst:
             self._engine.end_rounds()
             if self._room is not None:
                 self._room.end_rounds()
-        self._engine.begin_backward_of_rounds()
-        torch.autograd.backward([GradientEdge(*edge) for edge in roots], list(roots.values()))
+        self._backward(tasks, sums)
         return found
 
     def _attach(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
@@ -216,47 +235,55 @@ class LayersFirst:
             if any(stop != stops[0] for stop in stops):
                 self._refuse("micro-batches take different ways through the model")
 
-    def _heads(self, tasks: Sequence[_Task]) -> dict[tuple[Node, int], Tensor]:
-        """Where backward begins, and with which gradients; see [Note: the head]."""
-        roots: dict[tuple[Node, int], Tensor] = {}
-        own = set[tuple[Node, int]]()  # of these, sums that nobody else holds
+    def _heads(self, tasks: Sequence[_Task]) -> dict[Node, Tensor]:
+        """Run the heads; see [Note: the head]. Returns the sums of the gradients of their weights."""
+        sums: dict[Node, Tensor] = {}
+        own = set[Node]()  # of these, whose sum nobody else holds
         for task in reversed(tasks) if self._keeps_heads else tasks:
             first = autograd._get_sequence_nr()
             if self._go_on(task) is not None:
                 self._refuse("a block runs twice in a forward")
-            loss, task.loss = task.loss, None
-            if loss is None or not loss.requires_grad:
+            if task.loss is None or not task.loss.requires_grad:
                 raise RuntimeError("a micro-batch has ended without backward of a loss that requires a gradient")
             if self._keeps_heads:
-                edge = get_gradient_edge(loss)
-                roots[edge.node, edge.output_nr] = torch.ones_like(loss)
+                task.root = task.loss
             else:
-                for place, gradient in self._head(task, loss, first):
-                    if place not in roots:
-                        roots[place] = gradient
-                    elif place in own:
-                        roots[place].add_(gradient)
+                for weight, gradient in self._head(task, first):
+                    if weight in own:
+                        sums[weight].add_(gradient)
+                    elif weight in sums:
+                        sums[weight] = sums[weight] + gradient
+                        own.add(weight)
                     else:
-                        roots[place] = roots[place] + gradient
-                        own.add(place)
-            del loss
+                        sums[weight] = gradient
+            task.loss = None
             self._go_on(task)
-        return dict(reversed(roots.items())) if self._keeps_heads else roots
+        return sums
 
-    def _head(self, task: _Task, loss: Tensor, first: int) -> Iterator[tuple[tuple[Node, int], Tensor]]:
-        """The gradients of what the head of one micro-batch has read: its weights, and what the last block has made.
-        ``first``: the number of the first node of its graph.
+    def _head(self, task: _Task, first: int) -> Iterator[tuple[Node, Tensor]]:
+        """Backward of the head of one micro-batch: the gradients of its weights; those of what the last block has made
+        wait in ``task``. ``first``: the number of the first node of its graph.
         """
-        assert task.ends is not None
-        leaves = list(self._leaves(loss, first))
-        edges = [GradientEdge(leaf, 0) for leaf in leaves]
-        gradients = torch.autograd.grad(loss, edges, allow_unused=True)
+        assert task.loss is not None
+        leaves = list(self._leaves(task.loss, first))
+        gradients = torch.autograd.grad(task.loss, [GradientEdge(leaf, 0) for leaf in leaves], allow_unused=True)
         self._engine.end_head()
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            if gradient is not None:
-                end = task.ends.get(leaf)
-                yield (leaf, 0) if end is None else (end.node, end.output_nr), gradient
-        task.ends = None
+        found = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+        task.gradients += [found.pop(end, None) for end in task.ends]
+        task.ends.clear()  # they hold what the last block has made
+        yield from found.items()
+
+    def _backward(self, tasks: Sequence[_Task], sums: dict[Node, Tensor]) -> None:
+        """Gradients of the head's own weights land first, and their sums are freed; then all else, layer by layer."""
+        self._engine.begin_backward_of_rounds()
+        alone = [weight for weight in sums if id(weight.variable) not in self._shared]
+        if alone:
+            torch.autograd.backward([GradientEdge(weight, 0) for weight in alone], [sums.pop(each) for each in alone])
+        edges = [GradientEdge(weight, 0) for weight in sums]
+        edges += [get_gradient_edge(task.root) for task in tasks if task.root is not None]
+        gradients = [*sums.values(), *(torch.ones_like(task.root) for task in tasks if task.root is not None)]
+        if edges:
+            torch.autograd.backward(edges, gradients)
 
     def _leaves(self, loss: Tensor, first: int) -> Iterator[Node]:
         """The leaves of the graph of ``loss``, in the order of a walk."""
@@ -317,17 +344,20 @@ class LayersFirst:
 
     def _cut(self, task: _Task, output: Any) -> Any:
         """What the head reads in place of ``output``: the same values as leaves of a graph of its own."""
-        ends: dict[Node, GradientEdge] = {}
-        task.ends = ends
+        made: list[Tensor] = []
 
         def leaf_of(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
             leaf = tensor.detach().requires_grad_()
-            ends[get_gradient_edge(leaf).node] = get_gradient_edge(tensor)
+            made.append(tensor)
+            task.ends.append(get_gradient_edge(leaf).node)
             return leaf
 
-        return tree_map_only(Tensor, leaf_of, output)
+        found = tree_map_only(Tensor, leaf_of, output)
+        if made:
+            task.root = _Root.apply(task.gradients, *made)
+        return found
 
     def _end(self, tasks: Sequence[_Task], ambient: _Modes) -> None:
         """Let what has not come to its end leave what it is inside of."""

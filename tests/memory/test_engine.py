@@ -6,15 +6,19 @@ a CPU machine the arena is ordinary memory, and the same code fills it.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts
 from deepstow.strategies.core.plan import Plan, Tier
+from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine import StowOptimizer, stow
+from deepstow.strategies.engine.forward.checkpointing import recompute
 from deepstow.strategies.planner.step_cost import evictions_of, problem_of, traffic
 from deepstow.strategies.planner.tasks import build_tasks
 from deepstow.strategies.planner.weight_schedule import ASSUMED
@@ -50,10 +54,20 @@ def facts_of(name: str, dtype: torch.dtype, norm: float | None) -> Facts:
 
 
 def plan_of(
-    name: str, options: Mapping[str, Any], norm: float | None = 1.0, dtype: torch.dtype = torch.float32
+    name: str,
+    options: Mapping[str, Any],
+    norm: float | None = 1.0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    together: int = 1,
+    **others: Any,
 ) -> Plan:
-    """``LEAST``: at the budget that a refusal names."""
+    """``LEAST``: at the budget that a refusal names. ``others``: options of further strategies."""
     facts = facts_of(name, dtype, norm)
+    facts = replace(facts, run=replace(facts.run, together=together))
+    if others:
+        asked = {name: find(name).model_validate(given) for name, given in {"offload": options, **others}.items()}
+        return compose(asked, facts)
     return least_of(facts) if options == LEAST else planned(facts, **options)
 
 
@@ -75,8 +89,8 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
     live = Live()
     for step in range(steps):
         with live if step == steps - 1 else nullcontext():
-            loss = model(input_ids=ids, labels=ids, attention_mask=mask).loss
-            loss.backward()
+            losses = [lambda: model(input_ids=ids, labels=ids, attention_mask=mask).loss] * plan.facts.run.together
+            optimizer.backward_all(losses)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -107,6 +121,19 @@ def test_peak_on_the_device_is_what_the_plan_says(name: str, options: dict[str, 
     assert optimizer.device_bytes + optimizer.host_bytes == sum(map(plan.addresses.num_bytes, Tier))
     assert 0.99 * measured <= plan.peak(Tier.DEVICE) <= 1.02 * measured
     assert [line.split()[0] for line in optimizer.engine.arena.owners()] == ["device", "host"]
+
+
+@pytest.mark.parametrize("policy", [None, "selective", "full"])
+@pytest.mark.parametrize("name", ["llama", "many words"])
+def test_peak_where_micro_batches_take_turns(name: str, policy: str | None) -> None:
+    """What each of four keeps, hidden states and their gradients between two layers, and of a layer all gradients."""
+    others: Mapping[str, Any] = {} if policy is None else {"recompute": {"policy": policy}}
+    plan = plan_of(name, {"site": "host", "weights": "streamed", "prefetch": 1}, together=4, **others)
+    model = model_of(MODELS[name])
+    recompute(model, plan)
+    optimizer, besides = train(model, plan)
+    optimizer.close()
+    assert 0.97 * besides <= plan.saved_peak() <= 1.05 * besides
 
 
 @pytest.mark.parametrize(
