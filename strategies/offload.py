@@ -270,7 +270,14 @@ class Offload(Strategy):
         return min(zip(costs, plans, strict=True), key=lambda pair: pair[0].seconds if pair[0] else inf)[1]
 
     def _refuses_layers(self, run: RunFacts) -> Iterator[Refusal]:
-        what = {"several ranks": run.world_size > 1, "fp16": run.precision is Precision.FP16}
+        what = {
+            "strategies.pipeline": run.stages > 1,
+            "strategies.tensor": run.tensor > 1,
+            "strategies.sequence": run.slices > 1,
+            "strategies.experts": run.alike != run.copies and run.apart > 0,
+            "strategies.collectives": run.compression is not None or run.two_level > 0,
+            "training.fp16": run.precision is Precision.FP16,
+        }
         for name in (name for name, is_so in what.items() if is_so):
             yield self._refusal("accumulation", f"layers cannot go with {name} so far; write micro_batches")
 

@@ -201,17 +201,19 @@ class StowOptimizer(torch.optim.Optimizer):
             RuntimeError: the model cannot be run layer by layer; the message names the reason. No gradient has landed.
         """
         layers = self.layers
+        with self.scaled_loss() as ranks:
 
-        def work(loss_of: Callable[[], Tensor]) -> Tensor:
-            loss = loss_of()
-            if layers is None:
-                loss.backward()
-            else:
-                layers.backward(loss)
-            return loss.detach()
+            def work(loss_of: Callable[[], Tensor]) -> Tensor:
+                loss = loss_of()
+                scaled = loss / ranks if ranks > 1 else loss
+                if layers is None:
+                    scaled.backward()
+                else:
+                    layers.backward(scaled)
+                return loss.detach()
 
-        works = [partial(work, loss_of) for loss_of in losses]
-        return [each() for each in works] if layers is None else layers.run(works)
+            works = [partial(work, loss_of) for loss_of in losses]
+            return [each() for each in works] if layers is None else layers.run(works)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -5,18 +5,23 @@ Rows as in ``test_engine.py``. Of nine batches the last window has fewer, unless
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.planning.plan_for import plan_for
-from tests.helpers.engine import LR, differences, plain, stowed
+from tests.helpers.doubles import Delayed
+from tests.helpers.engine import LR, differences, plain, plan_of, stowed
 from tests.helpers.grid import FORBIDDEN, IN_LAYERS, NOT_PASSING, run, title
 from tests.helpers.models import build, causal, tokens
 from tests.helpers.pairwise import Row, Table
@@ -288,3 +293,31 @@ def _autocast_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss: Tensor = model(**batch).loss / COUNT
     return loss
+
+
+# --- over ranks -------------------------------------------------------------------------------------------------------
+
+
+def in_both_orders(ranks: Ranks) -> list[str]:
+    """What differs between micro-batches one after the other and layers first, on this rank."""
+    torch.set_num_threads(1)
+    found = []
+    for shares, site in product((1, ranks.world_size), ("host", "mixed")):
+        mine = batches(4 * ranks.world_size)[ranks.rank :: ranks.world_size]
+        results = []
+        for layers in (False, True):
+            model = build("llama")
+            count = 1 if layers else 2
+            how: dict[str, Any] = {"site": site, "weights": "travelling", "prefetch": 1, "max_norm": 0.05}
+            plan = plan_of(model, ranks=shares, accumulation=count, **how)
+            plan.facts.run.copies = plan.facts.run.adding_copies = ranks.world_size
+            loop: dict[str, Any] = {"accumulation": 2, "max_norm": 0.05, "layers": layers, "scaled": True}
+            results.append(stowed(model, plan, mine, process_group=dist.group.WORLD, transfer=Delayed(), **loop))
+        found += [f"{shares} shares, {site}, rank {ranks.rank}: {name}" for name in differences(*results)]
+    return found
+
+
+@pytest.mark.ranks
+def test_over_ranks_with_the_bits_of_the_other_order() -> None:
+    """Three, so that losses are divided; each rank has a share of the state, or all of it."""
+    assert run_world(3, in_both_orders) == []

@@ -51,6 +51,7 @@ class StowAccelerator(Accelerator):
     two_level: TwoLevel | None = None  # what data parallelism exchanges by, where not by one ring
     compressed: Compressed | None = None  # how it exchanges less
     experts: ExpertParts | None = None  # where they are divided over ranks
+    divides_by = 1  # the loss, while all micro-batches of a step pass a layer before the next
     _of_copies = False  # ``gather`` takes from one rank of each copy of the model
     loading_s = 0.0  # how long a batch may be waited for; 0: without end
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
@@ -133,7 +134,8 @@ class StowAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward; under DeepSpeed also the step, when gradients are complete."""
         if self.stowed is not None and self.stowed.layers is not None and self.stowed.layers.runs:
-            self.stowed.layers.backward(loss)  # of all micro-batches, when they have come so far
+            # Of all micro-batches, when they have come so far.
+            self.stowed.layers.backward(loss / self.divides_by if self.divides_by > 1 else loss)
             return
         if self.max_grad_norm is None or self.distributed_type is not DistributedType.DEEPSPEED:
             with self.stowed.scaled_loss() if self.stowed is not None else nullcontext(1) as ranks:

@@ -239,7 +239,8 @@ class StowedTrainer:
             return step(model, inputs, *rest, **more)  # type: ignore[no-any-return]
         if not self._losses:
             works = [partial(step, model, batch, *rest, **more) for batch in self._batches]
-            self._losses = self.stowed.layers.run(works)
+            with self.stowed.scaled_loss() as self.accelerator.divides_by:
+                self._losses = self.stowed.layers.run(works)
         return self._losses.pop(0)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
