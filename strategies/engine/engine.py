@@ -174,17 +174,12 @@ class Engine(Copied):
         self.begin_forward()
         self.hooks.rounds = self.prefetch.rounds = True
 
-    def end_round(self) -> None:
-        """All of them have taken their turn."""
-        self.hooks.end_round()
-
     def end_head(self) -> None:
         """The head of one of them has had its backward."""
         self.hooks.end_head()
 
     def end_rounds(self) -> None:
         """Forward of all of them has ended, or was interrupted."""
-        self.hooks.end_round()
         self.hooks.rounds = self.prefetch.rounds = False
         self._in_forward = False
 

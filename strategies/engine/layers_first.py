@@ -1,9 +1,9 @@
 """All micro-batches of a step pass a block before any of them goes on to the next one.
 
-Each micro-batch runs the model's own forward in a coroutine (``greenlet``), which stops at the borders of blocks, before
-and after each. Between two stops is a *round*: every micro-batch takes its turn, and weights that one has used stay for
-the others. So a weight comes up once in forward and once in backward of a step, however many micro-batches there are,
-and no model has to be cut.
+Each micro-batch runs the model's own forward in a coroutine (``greenlet``), which stops at the borders of blocks,
+before and after each. Between two stops is a *round*: every micro-batch takes its turn. Nothing else is fetched until
+the first one begins the next round, so weights that one has used are there for the others. So a weight comes up once in
+forward and once in backward of a step, however many micro-batches there are, and no model has to be cut.
 
     forward    prologue of 3 2 1 0 | block 0 of 3 2 1 0 | block 1 of 3 2 1 0 | ...
     head       forward and backward of 0, of 1, of 2, of 3: one micro-batch's logits at a time
@@ -21,8 +21,8 @@ blocks than the last one's output (router losses do), these gradients depend on 
 (``keeps_heads``), and backward begins with the losses.
 
 Torch's modes belong to a thread, not to a coroutine: gradients on or off, autocast, and hooks on saved tensors (as of a
-checkpoint around a block) are put back when one goes on. Casts that autocast keeps are dropped at each switch, or micro-batches would share one, and its gradient be summed in
-fewer bits.
+checkpoint around a block) are put back when one goes on. Casts that autocast keeps are dropped at each switch, or
+micro-batches would share one, and its gradient be summed in fewer bits.
 
 Refused: a forward that draws random numbers (micro-batches would draw in another order than in plain training), that
 runs a block twice, or whose micro-batches take different ways.
@@ -111,7 +111,9 @@ class _Task:
     blocks: int = 0  # that it has passed
     loss: Tensor | None = None
     root: Tensor | None = None  # where its backward begins
-    ends: list[Node] = field(default_factory=list)  # leaves that its head reads in place of what the last block has made
+    ends: list[Node] = field(
+        default_factory=list
+    )  # leaves that its head reads in place of what the last block has made
     gradients: list[Tensor | None] = field(default_factory=list)  # of these
 
 
@@ -229,7 +231,6 @@ class LayersFirst:
         """Rounds, up to the end of the last block."""
         while tasks[0].blocks < len(self._blocks):
             stops = [self._go_on(task) for task in reversed(tasks)]
-            self._engine.end_round()
             if None in stops:
                 self._refuse("not every block runs in a forward")
             if any(stop != stops[0] for stop in stops):
@@ -276,7 +277,7 @@ class LayersFirst:
     def _backward(self, tasks: Sequence[_Task], sums: dict[Node, Tensor]) -> None:
         """Gradients of the head's own weights land first, and their sums are freed; then all else, layer by layer."""
         self._engine.begin_backward_of_rounds()
-        alone = [weight for weight in sums if id(weight.variable) not in self._shared]
+        alone = [weight for weight in sums if id(_weight_of(weight)) not in self._shared]
         if alone:
             torch.autograd.backward([GradientEdge(weight, 0) for weight in alone], [sums.pop(each) for each in alone])
         edges = [GradientEdge(weight, 0) for weight in sums]
@@ -294,8 +295,8 @@ class LayersFirst:
             if node in seen:
                 continue
             seen.add(node)
-            if hasattr(node, "variable"):
-                if node.variable._backward_hooks:
+            if (weight := _weight_of(node)) is not None:
+                if weight._backward_hooks:
                     self._refuse("a weight of the head has a hook on its gradient")
                 yield node
             elif node._sequence_nr() < first:
@@ -378,3 +379,8 @@ class LayersFirst:
 
     def _refuse(self, why: str) -> None:
         raise RuntimeError(f"{KEY}: layers: {why}; {CURE}")
+
+
+def _weight_of(node: Node) -> Any:
+    """The leaf whose gradient ``node`` adds up; None if it is another node."""
+    return getattr(node, "variable", None)

@@ -115,8 +115,7 @@ class ModuleHooks:
         self._in_backward: list[Scope] = []
         self._opened_by_read: Scope | None = None  # open in backward by an unannounced read; its hook has not run
         self._leave_again: list[Scope] = []  # left by an unannounced read, whose node may still read their weights
-        self.rounds = False  # several micro-batches take turns (``layers_first.py``), and what one leaves stays open
-        self._held: list[Scope] = []  # what they have left in this round, each as often
+        self.rounds = False  # several micro-batches take turns (``layers_first.py``), each inside of its scopes
         self.backward = False  # backward has begun: a forward now is recomputation
         self._node = -1  # number of the node whose hook ran last
         self._made: list[tuple[Scope, list[Any]]] = []  # in this forward, the nodes with hooks, until backward begins
@@ -160,15 +159,6 @@ class ModuleHooks:
             if any(torch._C._will_engine_execute_node(node) for node in nodes):
                 yield scope
 
-    def end_round(self) -> None:
-        """All micro-batches have taken their turn: leave what they have left."""
-        held, self._held = self._held, []
-        for scope in held:
-            for bucket in scope.buckets:
-                bucket.leave()
-        for scope in dict.fromkeys(held):
-            self._left(scope.buckets)
-
     def end_head(self) -> None:
         """Backward of one micro-batch's head has ended, in a round, in which other forwards follow."""
         self._leave_pending()
@@ -180,7 +170,6 @@ class ModuleHooks:
     def close_all(self) -> None:
         """Forward and backward have ended or were interrupted."""
         self._leave_pending()
-        self.end_round()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
         self.backward = False
@@ -217,14 +206,11 @@ class ModuleHooks:
         call.guard.__exit__(None, None, None)
         if output is None:
             return  # it raised, or returned None: nobody can tell, so the next one that is entered leaves it
-        if self.rounds:
-            self._in_forward.remove(scope)
-            self._held.append(scope)
-        else:
+        if not self.rounds:
             self._close(self._in_forward, scope)
-            if scope in self._in_forward:
-                self._in_forward.remove(scope)
-                self._leave(scope)
+        if scope in self._in_forward:
+            self._in_forward.remove(scope)
+            self._leave(scope)
         if torch.is_grad_enabled() and scope.saves_weights:
             made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
             inside = [node for node in made if node._sequence_nr() >= call.first_node]

@@ -195,7 +195,8 @@ class StowOptimizer(torch.optim.Optimizer):
         """Compute the losses of a step's micro-batches, and their gradients, in the order that the plan says: one after
         the other through the model, or all of them through a layer before the next (``accumulation: layers``).
 
-            losses = optimizer.backward_all([lambda batch=batch: model(**batch).loss / len(batches) for batch in batches])
+            count = len(batches)
+            losses = optimizer.backward_all([lambda batch=batch: model(**batch).loss / count for batch in batches])
 
         Raises:
             RuntimeError: the model cannot be run layer by layer; the message names the reason. No gradient has landed.

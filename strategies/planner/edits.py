@@ -48,8 +48,12 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
         request,
         2 * saved,
     )
-    twice = {"together": 2 * run.together} if run.together > 1 else {"accumulation": 2 * run.accumulation}
-    longer = replace(run, **twice)
+    takes_turns = run.together > 1
+    longer = replace(
+        run,
+        accumulation=run.accumulation if takes_turns else 2 * run.accumulation,
+        together=2 * run.together if takes_turns else 1,
+    )
     yield (
         f"training.gradient_accumulation_steps: {longer.micro_batches} (a batch of twice as many)",
         replace(facts, run=longer),

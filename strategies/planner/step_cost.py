@@ -188,8 +188,9 @@ def _overlapping(layout: Layout) -> dict[int, tuple[int, ...]]:
 
 
 def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
-    """Forward and backward of one micro-batch, or of all that take turns, by unit, in order: as measured, else from operations, and what ranks of a
-    row exchange in attention, and tensor ranks in the memory engine around divided layers.
+    """Forward and backward of one micro-batch, or of all that take turns, by unit, in order: as measured, else from
+    operations, and what ranks of a row exchange in attention, and tensor ranks in the memory engine around divided
+    layers.
     """
     one, run = slices_seconds(facts, rates), facts.run
     once_summed = sum_seconds(facts, rates) if run.stowed and run.tensor > 1 else 0.0

@@ -193,7 +193,9 @@ def stowed(
         waiting: dict[int, Tensor] = {}
         if layers:
             losses += optimizer.backward_all([partial(_loss_of, model, batch, accumulation) for batch in window])
-        for backward, number in () if layers else tasks or [(each, number) for number in range(len(window)) for each in (False, True)]:
+        for backward, number in (
+            () if layers else tasks or [(each, number) for number in range(len(window)) for each in (False, True)]
+        ):
             if not backward:
                 waiting[number] = model(**window[number]).loss / accumulation
                 losses.append(waiting[number].detach())

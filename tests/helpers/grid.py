@@ -62,7 +62,8 @@ IN_STAGES = _table(
 )  # fmt: skip
 IN_LAYERS = _table(  # models that draw no random numbers
     "llama", "qwen3", "bloom", "mixtral", "experts",
-    tied=(False,), accumulation=(2, 3, 7), dtype=(torch.float32, torch.bfloat16), order=("layers",), transfer=("delayed", "watched", "vacant", "at-once"),
+    tied=(False,), accumulation=(2, 3, 7), dtype=(torch.float32, torch.bfloat16), order=("layers",),
+    transfer=("delayed", "watched", "vacant", "at-once"),
     clip=("in-backward", "passing", "off", "tight", "loose"), prefetch=(2, 0, 1, 5),
 )  # fmt: skip
 

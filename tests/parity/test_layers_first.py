@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepstow.strategies.core.protocol import Refusal
+from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
 from deepstow.trainer.distributed.ranks import Ranks
@@ -104,13 +104,20 @@ def test_nothing_that_is_sent_finds_no_room() -> None:
     optimizer.close()
 
 
-def test_weights_cross_twice_and_gradients_once_whatever_the_accumulation() -> None:
-    """And what is measured is what the plan says."""
+@pytest.mark.parametrize("tight", [False, True])
+def test_weights_cross_twice_and_gradients_once_whatever_the_accumulation(tight: bool) -> None:
+    """And what is measured is what the plan says, also where the next weights wait for the address of these."""
     from deepstow.strategies.planner.step_cost import traffic
     from tests.unit.test_step_cost import FAST
 
     model = build("llama")
-    plan = made(model, site="host", gradients="host", prefetch=1, recompute={"policy": "full"})
+    options: dict[str, Any] = {"site": "host", "gradients": "host", "recompute": {"policy": "full"}}
+    if tight:
+        with pytest.raises(MemoryRefusal) as refused:
+            made(model, gpu_memory="1KiB", **options)
+        options |= {"gpu_memory": refused.value.needed}
+    plan = made(model, **({} if tight else {"prefetch": 1}), **options)
+    recompute(model, plan)
     optimizer = stow(model, plan, None, AdamW(lr=LR), beside=False)
     steps = []
     for _ in range(3):
@@ -186,8 +193,10 @@ class Twice(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(drop)) for _ in range(2))
         self.calls = calls
 
-    def forward(self, input_ids: Tensor, labels: Tensor, calls: tuple[int, ...] | None = None) -> SimpleNamespace:
-        x = self.embed(input_ids)
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, calls: tuple[int, ...] | None = None, drop: float = 0.0
+    ) -> SimpleNamespace:
+        x = nn.functional.dropout(self.embed(input_ids), drop)
         for index in calls or self.calls:
             x = self.layers[index](x)
         return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
@@ -226,20 +235,21 @@ def turns() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("calls", "words"),
+    ("given", "words"),
     [
-        (((0, 1, 1), (0, 1, 1)), "a block runs twice"),
-        (((0,), (0,)), "not every block runs"),
-        (((0, 1), (1, 0)), "different ways"),
+        (({"calls": (0, 1, 1)}, {"calls": (0, 1, 1)}), "a block runs twice"),
+        (({"calls": (0,)}, {"calls": (0,)}), "not every block runs"),
+        (({"calls": (0, 1)}, {"calls": (1, 0)}), "different ways"),
+        (({}, {"drop": 0.5}), "draws random numbers"),
     ],
-    ids=["twice", "never", "different"],
+    ids=["twice", "never", "different", "dropout"],
 )
-def test_a_forward_that_the_plan_has_not_seen(turns: Any, calls: Any, words: str) -> None:
+def test_a_forward_that_the_plan_has_not_seen(turns: Any, given: Any, words: str) -> None:
     """One line, no gradient has landed, and the next step trains."""
     model, optimizer = turns
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=f"accumulation: layers: .*{words}.*micro_batches"):
-        optimizer.backward_all([lambda each=each: model(**batch_of(calls=each)).loss for each in calls])
+        optimizer.backward_all([lambda each=each: model(**batch_of(**each)).loss for each in given])
     assert optimizer.engine.gradients.empty
     optimizer.zero_grad()
     optimizer.backward_all([lambda: model(**batch_of()).loss / 2] * 2)
