@@ -1,10 +1,10 @@
 """The command ``deepstow``: one word for each script in this folder, with the same code behind it.
 
     deepstow train --config my.yaml
-    deepstow plan --fit --model my-folder
+    deepstow fit --model my-folder
 
-``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them ``launch/train.py``. This
-module imports nothing heavy, so that help is immediate.
+``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them the checkout's
+``launch/train.py``. This module imports nothing heavy, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ COMMANDS = {
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
     "watch": "a run on one screen while it trains",
     "compare": "two runs: settings that differ, speed, memory, losses and their curves",
+    "docs": "print a page of the documentation, or list them",
     "import": "make a config from that of DeepSpeed, Transformers, TRL, Accelerate, Axolotl or LLaMA-Factory",
 }
 FILES = {"import": "import_config"}  # of commands whose names cannot be a module's
 EXAMPLES = {
-    "train": ("--config my.yaml", "--config my.yaml training.learning_rate=1e-4 strategies.zero=null"),
+    "train": ("--config my.yaml training.learning_rate=1e-4", "--ranks 2 --config quickstart"),
     "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
     "watch": ("runs/mine", "runs/mine --once"),
     "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
+    "docs": ("", "fit"),
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }
 OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG, ExitCode.DATA)  # of the commands that do not train
