@@ -35,6 +35,7 @@ COMMANDS = {
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
     "watch": "a run on one screen while it trains",
     "compare": "two runs: settings that differ, speed, memory, losses and their curves",
+    "chat": "talk to the model that a run has exported",
     "docs": "print a page of the documentation, or list them",
     "import": "make a config from that of DeepSpeed, Transformers, TRL, Accelerate, Axolotl or LLaMA-Factory",
 }
@@ -47,6 +48,7 @@ EXAMPLES = {
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
     "watch": ("runs/mine", "runs/mine --once"),
     "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
+    "chat": ("runs/mine", 'runs/mine --prompt "What is a list?"'),
     "docs": ("", "fit"),
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }

@@ -52,6 +52,7 @@ OURS = [
     r"export: .*",
     r"run folder: .*",
     r"curves:     tensorboard --logdir .*",
+    r"next:       deepstow chat .*",
     r"",
     r"DeepSpeed compiles its collectives for CPUs; only once, .*",
 ]
@@ -101,8 +102,8 @@ def test_every_line_is_ours_or_the_launchers(finished: Finished) -> None:
     assert [line.split("  ")[0] for line in finished.lines if line.startswith("step ")] == [
         f"step {step}/{STEPS}" for step in range(1, STEPS + 1)
     ]
-    ours = [line for line in finished.lines if line.startswith(("export:", "run folder:", "curves:"))]
-    assert [line.split()[0] for line in ours] == ["export:", "run", "curves:"]
+    ours = [line for line in finished.lines if line.startswith(("export:", "run folder:", "curves:", "next:"))]
+    assert [line.split()[0] for line in ours] == ["export:", "run", "curves:", "next:"]
     assert str(finished.folder) in ours[-1]
 
 
