@@ -28,6 +28,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 COMMANDS = {
+    "init": "write a first config for a task, a model and a card",
     "train": "train as a config file says",
     "plan": "show what rests where, before a byte is spent; what fits; the best use of many ranks",
     "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
@@ -41,6 +42,7 @@ COMMANDS = {
 }
 FILES = {"import": "import_config"}  # of commands whose names cannot be a module's
 EXAMPLES = {
+    "init": ("lora --model my-folder --data my.jsonl --card rtx4090", "dpo --model my-folder --out dpo.yaml"),
     "train": ("--config my.yaml training.learning_rate=1e-4", "--ranks 2 --config quickstart"),
     "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
