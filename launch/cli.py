@@ -1,7 +1,7 @@
 """The command ``deepstow``: one word for each script in this folder, with the same code behind it.
 
     deepstow train --config my.yaml
-    deepstow plan --fit --model my-folder
+    deepstow fit --model my-folder
 
 ``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them ``launch/train.py``. This
 module imports nothing heavy, so that help is immediate.
@@ -29,7 +29,9 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 P = TypeVar("P", bound=argparse.ArgumentParser)
 COMMANDS = {
     "train": "train as a config file says",
-    "plan": "show what rests where, before a byte is spent; what fits; the best use of many ranks",
+    "plan": "does a run fit, how fast is it, what rests where: before a byte is spent",
+    "fit": "which ways of training a model fit into a machine; writes one as a config",
+    "search": "the best way to use many ranks",
     "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
     "doctor": "is this machine ready, and how fast is it",
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
@@ -40,7 +42,9 @@ COMMANDS = {
 FILES = {"import": "import_config"}  # of commands whose names cannot be a module's
 EXAMPLES = {
     "train": ("--config my.yaml", "--config my.yaml training.learning_rate=1e-4 strategies.zero=null"),
-    "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
+    "plan": ("--config my.yaml --profile rtx4090-pcie4", "--config my.yaml --full"),
+    "fit": ("--model my-folder --profile rtx4090-pcie4", "--config my.yaml --gpu-memory 24GiB --write fits.yaml"),
+    "search": ("--config my.yaml --ranks 64 --profile h100-sxm-pcie5", "--config my.yaml --ranks 8 --lossy"),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
@@ -100,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names. Returns its exit code."""
     first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if first in COMMANDS:
-        if first == "plan":
+        if first in ("plan", "fit", "search"):
             gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
         code: int = import_module(f"deepstow.launch.{FILES.get(first, first)}").main(rest)
         return code
