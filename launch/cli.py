@@ -30,7 +30,9 @@ P = TypeVar("P", bound=argparse.ArgumentParser)
 COMMANDS = {
     "init": "write a first config for a task, a model and a card",
     "train": "train as a config file says",
-    "plan": "show what rests where, before a byte is spent; what fits; the best use of many ranks",
+    "plan": "does a run fit, how fast is it, what rests where: before a byte is spent",
+    "fit": "which ways of training a model fit into a machine; writes one as a config",
+    "search": "the best way to use many ranks",
     "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
     "doctor": "is this machine ready, and how fast is it",
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
@@ -44,7 +46,9 @@ FILES = {"import": "import_config"}  # of commands whose names cannot be a modul
 EXAMPLES = {
     "init": ("lora --model my-folder --data my.jsonl --card rtx4090", "dpo --model my-folder --out dpo.yaml"),
     "train": ("--config my.yaml training.learning_rate=1e-4", "--ranks 2 --config quickstart"),
-    "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
+    "plan": ("--config my.yaml --profile rtx4090-pcie4", "--config my.yaml --full"),
+    "fit": ("--model my-folder --profile rtx4090-pcie4", "--config my.yaml --gpu-memory 24GiB --write fits.yaml"),
+    "search": ("--config my.yaml --ranks 64 --profile h100-sxm-pcie5", "--config my.yaml --ranks 8 --lossy"),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
@@ -106,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names. Returns its exit code."""
     first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if first in COMMANDS:
-        if first == "plan":
+        if first in ("plan", "fit", "search"):
             gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
         code: int = import_module(f"deepstow.launch.{FILES.get(first, first)}").main(rest)
         return code

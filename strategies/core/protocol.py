@@ -111,6 +111,8 @@ class FitOptions:
     kept: tuple[str, ...] = ()  # options that say what the machine has or what is given up: they stay as written
     rows_by: str = ""  # the option that takes how many ranks of a machine share rows, where nothing else fits
     needs_ranks: bool = False  # it saves memory on several ranks only
+    # The options for a folder on a disk, and for how much of it, which are tried where memory alone is too small.
+    disk: tuple[str, str] | None = None
 
 
 class Strategy(BaseModel, ABC):
@@ -228,6 +230,10 @@ class HasBudget(Protocol):
 
     def budget(self, facts: Facts) -> int:
         """Bytes of the device that the options allow on this machine."""
+        ...
+
+    def host_budget(self, facts: Facts) -> int:
+        """Bytes of the host that the options allow one rank, with those of the process itself."""
         ...
 
     def suggest(self, plan: Plan) -> Sequence[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from deepstow.strategies.core.facts import Unit, UnitKind
+from deepstow.strategies.core.facts import UnitKind
 from deepstow.strategies.core.on_disk import (
     bytes_per_s,
     disk_bytes,
@@ -97,13 +97,6 @@ def launch_lines(plan: Plan) -> Iterator[str]:
                 f"{computed * 1e3:.3g} ms; a larger micro-batch costs little, and training.torch_compile launches fewer"
             )
             return
-
-
-def launched(unit: Unit) -> Iterator[str]:
-    """How many operators of it a device is given one by one, if they were counted."""
-    if unit.launches:
-        backward = unit.launches_back or "not counted"
-        yield f"operators of a micro-batch that are launched one by one: forward {unit.launches}, backward {backward}"
 
 
 def moment_lines(plan: Plan) -> Iterator[str]:

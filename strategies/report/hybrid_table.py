@@ -63,7 +63,7 @@ def lines(
         yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
     yield from lossy(answer, links)
     yield ""
-    yield "to write for the first row, in place of these sections or keys of the config:"
+    yield "to set in the config for the first row:"
     yield from (f"  {line}" for line in write)
 
 

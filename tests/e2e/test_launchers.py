@@ -30,20 +30,12 @@ LAUNCHERS_OWN = {
 }
 OURS = [
     r"data: .*",
-    r"plan: 0\.1 M parameters, 0\.1 M trainable, fp32, (1 rank|2 ranks) on cpu, \d+ tokens per optimizer step",
-    r"unit +tier .*",
-    r"-{50,}",
-    r"(embedding|model\.layers\.0\.\.1 x2|head)  .*",
-    r"predicted peak per rank, .*",
-    r"saved for backward on the .*",
-    r"buffers on the .*",
+    r"plan: it fits\. 0\.\d+ M parameters, fp32, (1 rank|2 ranks) on cpu, \d+ tokens per step",
+    r"(device memory|host memory|step|zero|more)  .*",
     r"step \d/4  \d+%  loss \d.*  lr .*  grad .* tok/s  host .* MiB  eta .*",
-    r"plan against run, after step 2",
-    r"  +predicted +measured +error",
-    r"  -{20,}",
-    r"  (saved for backward|process, peak) .* %",
-    r"  counted rows have .* tokens; the plan is for the longest, .*",
-    r"(zero|recompute|linear|offload): model\..* \(2\): .*",  # an effect, as it is applied
+    r"measured after step 2:",
+    r"process memory  .*",
+    r" +counted rows have .* tokens; the plan is for the longest, .*",
     r"eval at step \d: loss .*  perplexity .*",
     r"trained to step 4: mean loss .*",
     r"sample at step 4, the prompt in brackets:",
@@ -113,7 +105,7 @@ def test_the_run_folder(finished: Finished) -> None:
         assert (folder / name).is_file(), name
     assert (folder / f"checkpoint-{STEPS}" / "manifest.json").is_file()
     assert list((folder / "runs").glob("*/events.out.tfevents.*"))
-    assert (folder / "plan.txt").read_text().strip() in finished.result.out
+    assert "predicted peak per rank, " in (folder / "plan.txt").read_text()
     assert {path.name for path in (folder / "export").iterdir()} >= {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip

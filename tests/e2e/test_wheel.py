@@ -34,7 +34,7 @@ assert losses[2] < losses[0], losses
 assert stowed(Trainer, gpu_memory="16MiB").__name__ == "StowedTrainer"
 print(deepstow.__file__)
 config = ["--config", sys.argv[1]]
-assert main(["plan", "--search", *config, "--world-size", "2", "--profile", "rtx4090-pcie4"]) == 0
+assert main(["search", *config, "--world-size", "2", "--profile", "rtx4090-pcie4"]) == 0
 assert main(["doctor"]) in (0, 1)
 assert main(["train", *config, "training.lr=1"]) == 2  # by foreign.yaml
 assert main(["train", *config]) == 0

@@ -24,7 +24,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, first_line, nearest_file
 from deepstow.trainer.model import build, folder, hub
 from deepstow.trainer.model.structured import config_of
-from deepstow.trainer.planning.fit import FOUR_BITS, Fit
+from deepstow.trainer.planning.fit import FOUR_BITS, Fit, fastest
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.tasks.table import TASKS
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from deepstow.trainer.planning.fit import FitRow
 
 Tree = dict[str, Any]
-SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 MOST_LABELS = 1000
 CHATS = ("messages", "conversations")
 
@@ -228,17 +227,10 @@ def _fitted(tree: Tree, machine: Machine, least: int) -> FitRow:
         if (row := ways(rows, plain=True)[0]).fits:
             return row
         rows //= 2
-    row = _fastest(ways(least, plain=False))
+    found = ways(least, plain=False)
+    row = fastest([each for each in found if each.fits] or found[-1:])  # if nothing fits, with all that saves memory
     tree["strategies"] = row.tree["strategies"]
     return row
-
-
-def _fastest(rows: Sequence[FitRow]) -> FitRow:
-    """The first of what fits that is about as fast as any; if nothing does, what has all that saves memory."""
-    fitting = [row for row in rows if row.fits]
-    known = [row.seconds for row in fitting if row.seconds is not None]
-    soon = (row for row in fitting if row.seconds is None or row.seconds <= min(known) * (1 + SAME))
-    return next(soon, rows[-1])
 
 
 def _of(row: FitRow) -> str:

@@ -41,7 +41,7 @@ from deepstow.trainer.data.collate import check_batch, check_packing
 from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.distributed.ranks import Ranks, name_device
-from deepstow.trainer.errors import ConfigError, write_line, write_nothing
+from deepstow.trainer.errors import ConfigError, warning, write_line, write_nothing
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.machine.profiles import known_rates
@@ -50,7 +50,7 @@ from deepstow.trainer.model import folder as folder_of_model
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import evaluation, facts, positions
 from deepstow.trainer.planning.fit import explained
-from deepstow.trainer.planning.from_config import advice, plans_of, refuse_impossible
+from deepstow.trainer.planning.from_config import advice, plans_of, refuse_impossible, short
 from deepstow.trainer.run import (
     changes,
     checkpoint,
@@ -109,6 +109,7 @@ class Run:
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
     weights: list[list[int]] = field(default_factory=list)  # ``inputs.files_now``, before they were read
+    applied: list[str] = field(default_factory=list)  # what strategies did to the model, a line each, on the first rank
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -247,22 +248,24 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> dict[str, str]:
-    """Print the plan on the first rank. Returns the files that the run's folder will have of it: the plan as text and
-    as JSON, the config, and DeepSpeed's config.
+    """Print the short plan on the first rank. Returns the files that the run's folder will have of it: the whole plan
+    as text and as JSON, the config, and DeepSpeed's config.
     """
     if not run.ranks.is_first:
         return {}
-    cost = plan_cost(run.plan)
-    text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans, before)
+    cost, edits = plan_cost(run.plan), advice(run.config, run.plan)
     other_mask = attention.trained_otherwise(run.config.model, config_of(run.config))
     remarks = [known_rates(run.machine).ignored, other_mask]
     remarks += positions.beyond(run.config, run.plan.facts.run.positions)
-    for line in [*filter(None, remarks), f"\n{text}\n"]:
+    found = short(run.config, plans, edits, before, more=f"{run.folder / 'plan.txt'}, or deepstow plan --full")
+    for line in [*filter(None, remarks), "\n".join(["", *found.lines, ""])]:
         write_line(line)
+    if found.lacks:
+        write_line(warning(found.lacks))
     return {
         "config.yaml": run.config.dump(),
         "plan.json": json.dumps(full_report.to_json(run.plan, cost), indent=1),
-        "plan.txt": text + "\n",
+        "plan.txt": full_report.text(run.plan, cost, edits, plans, before) + "\n",
         "ds_config.json": json.dumps(deepspeed.ds_config(run.plan), indent=1),
     }
 
@@ -413,6 +416,7 @@ def make_trainer(run: Run) -> Trainer:
     if training.profile is not None:
         model_name = run.config.model.name_or_path or type(model).__name__
         trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))
+    trainer.say_memory = run.applied.append
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
     if run.plan.facts.run.slices > 1:
