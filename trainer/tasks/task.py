@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,6 +107,10 @@ class Task:
         DataError for what is no matter of a row.
         """
         raise NotImplementedError
+
+    def note(self, columns: Collection[str]) -> str:
+        """A line about how rows with these fields are read; empty if there is nothing to say."""
+        return ""
 
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write into the model's config which tokens its forward has to know."""
