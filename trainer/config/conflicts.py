@@ -117,8 +117,13 @@ def _quantised(task: str, m: Values, t: Values) -> Found:
     elif isinstance(m.lora, dict) and m.lora.get("use_dora"):
         what = "PEFT dequantises the whole weight of every layer for it, which cannot be planned"
         yield "model.lora.use_dora", f"cannot go with model.quantization_config: {what}; {KEEP_ONE}"
-    if task in PREFERENCES:
-        yield key, f"task {task}: TRL changes quantised models (norms in float32), which is not planned; leave it out"
+    if task in PREFERENCES and t.fp16:
+        yield "training.fp16", f"task {task}: TRL trains adapters of a quantised base in bfloat16; write training.bf16"
+    lora = m.lora if isinstance(m.lora, dict) else {}
+    in_full = task == "reward" or lora.get("modules_to_save") or lora.get("bias", "none") != "none"
+    if task in ("dpo", "kto", "reward") and in_full and t.bf16 in OFF and t.fp16 in OFF and m.dtype == "float32":
+        what = "TRL has what is trained in full in bfloat16 beside a quantised base, and its inputs in float32"
+        yield "training.bf16", f"task {task}: {what}; write true"
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if eight and t[name]:
             yield f"training.{name}", KEPT_INPUTS
@@ -199,7 +204,7 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.problem_type", f"is for task classification, and this is {task}; leave it out"
     if t.sample_prompts and task in ("classification", "reward", "seq2seq", "embedding"):
         yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
-    if m.quantization_config and task not in LANGUAGE:
+    if m.quantization_config and task not in (*LANGUAGE, *PREFERENCES):
         yield "model.quantization_config", f"has not been compared with the stock Trainer for task {task}; leave it out"
     for key in NOT_THEIRS:
         if t[key] and task in OWN_LOSS:

@@ -111,7 +111,8 @@ def export(
         model = merged(model)
         state = model.state_dict()
     refuse_not_finite(model, state)
-    rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
+    halves = any(each.dtype is torch.bfloat16 for each in model.parameters())  # adapters among them, of some tasks
+    rounds = trainer.args.bf16 or trainer.args.fp16 or halves or model.dtype is not torch.float32
     tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
     with replaced_folder(Path(config.training.output_dir) / NAME) as draft:
         taken_apart, folder = False, Path(config.training.output_dir)

@@ -80,6 +80,15 @@ class Preference(Task):
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         return {}
 
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """TRL rounds adapters of a quantised base to bfloat16."""
+        made = adapt(model)
+        if config.model.quantization_config is not None:
+            for parameter in made.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.bfloat16()
+        return made
+
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
         return super().targets(ids, config) if self.fused else {}
 
@@ -143,6 +152,21 @@ class Orpo(Preference):
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**super().complete(given, config), "remove_unused_columns": False}
+
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """TRL's experimental trainers leave that to PEFT: what rests in 16 bits beside a quantised base becomes
+        float32, and in mixed precision adapters, embeddings and head of one in 4 bits are rounded.
+        """
+        section = config.model.quantization_config
+        if section is None:
+            return adapt(model)
+        from peft import prepare_model_for_kbit_training
+        from trl.experimental.utils import peft_module_casting_to_bf16
+
+        made = adapt(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
+        if config.training.bf16 and section.load_in_4bit:
+            peft_module_casting_to_bf16(made)
+        return made
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from torch.nn.functional import cross_entropy

@@ -125,6 +125,10 @@ class Task:
 
     # --- for planning --------------------------------------------------------------------------------------------
 
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """What ``adapt`` makes of ``model``, in the dtypes that the Trainer gives its weights."""
+        return adapt(model)
+
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
         """What forward takes besides tokens of this shape."""
         return {"labels": ids}
