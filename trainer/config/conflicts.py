@@ -68,7 +68,12 @@ def _value(sections: Mapping[str, Any], key: str) -> Any:
 def _model(m: Values, d: Values, t: Values) -> Found:
     if m.config and m.name_or_path:
         yield "model.config", f"cannot go with model.name_or_path; {KEEP_ONE}"
-    if m.config is None and m.name_or_path is None:
+    if m.config and m.adapter:
+        what = "is of no use without its base, and model.config has random weights; write model.name_or_path"
+        yield "model.adapter", what
+    elif m.adapter and m.lora is None:
+        yield "model.adapter", "needs model.lora, which a config file is given from the adapter"
+    if m.config is None and m.name_or_path is None and m.adapter is None:
         yield "model.name_or_path", "missing; write a folder or hub name, or model.config for random weights"
     if isinstance(m.config, dict):
         if m.tokenizer is None:
@@ -112,7 +117,7 @@ def _quantised(task: str, m: Values, t: Values) -> Found:
     four, eight = (q.get(f"load_in_{bits}bit", False) for bits in (4, 8))
     if four is eight:
         yield key, "must have one of load_in_4bit: true and load_in_8bit: true"
-    if m.lora is None:
+    if m.lora is None and m.adapter is None:
         yield key, "quantised weights cannot be trained; write model.lora beside it"
     elif isinstance(m.lora, dict) and m.lora.get("use_dora"):
         what = "PEFT dequantises the whole weight of every layer for it, which cannot be planned"
@@ -346,6 +351,12 @@ def _best_model(t: Values) -> Found:
 def _strategies(sections: Mapping[str, Values]) -> Found:
     m, t = sections["model"], sections["training"]
     half = m.dtype != "float32" and t.bf16 in OFF and t.fp16 in OFF
+    options = sections["strategies"].get("zero")
+    if m.adapter and (
+        ("tensor" in sections["strategies"]) or (isinstance(options, dict) and options.get("stage") == 3)
+    ):
+        what = "strategies.tensor and stage 3 of strategies.zero divide weights before an adapter could be loaded"
+        yield "model.adapter", f"{what}; merge it into its base, and train a new one"
     given = values_in(sections)
 
     def value_of(key: str) -> Any:

@@ -491,5 +491,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     with torch.device("meta"):
         if section.lora is None:
             return model
-        adapted: PreTrainedModel = task.adapted(model, config, partial(with_lora, section=section.lora, task=task))
+        adapted: PreTrainedModel = task.adapted(
+            model, config, partial(with_lora, section=section.lora, task=task, adapter=section.adapter)
+        )
         return adapted

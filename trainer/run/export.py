@@ -121,7 +121,8 @@ def export(
                 taken_apart = apart.save(model, draft, state, Spilled(folder))
                 spilled.refuse_damaged()
             else:
-                model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
+                ours = {"selected_adapters": ["default"]} if has_adapters and not merge else {}  # TRL may add others
+                model.save_pretrained(draft, state_dict=dict(state), **ours)  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)
         with as_a_user(trainer):
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)

@@ -37,7 +37,7 @@ def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedToke
     task, packing = TASKS[config.task], config.data.packing
     if not task.language:
         given = task.options(model, tokenizer, config)
-        if config.model.lora is not None and task.adds_adapters:
+        if config.model.lora is not None and config.model.adapter is None and task.adds_adapters:
             given["peft_config"] = build.lora_config(config.model.lora, task)
         return given
     # Flash attention takes packed documents as one long row instead of a batch of rows.

@@ -81,8 +81,10 @@ class Preference(Task):
         return {}
 
     def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
-        """TRL rounds adapters of a quantised base to bfloat16."""
+        """TRL copies a saved adapter, which is the reference, and rounds those of a quantised base to bfloat16."""
         made = adapt(model)
+        if self.has_reference and config.model.adapter is not None:
+            made.add_adapter("ref", made.peft_config["default"])
         if config.model.quantization_config is not None:
             for parameter in made.parameters():
                 if parameter.requires_grad:
@@ -158,7 +160,7 @@ class Orpo(Preference):
         float32, and in mixed precision adapters, embeddings and head of one in 4 bits are rounded.
         """
         section = config.model.quantization_config
-        if section is None:
+        if section is None or config.model.adapter is not None:
             return adapt(model)
         from peft import prepare_model_for_kbit_training
         from trl.experimental.utils import peft_module_casting_to_bf16
