@@ -49,7 +49,7 @@ EXAMPLES = {
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }
 OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG, ExitCode.DATA)  # of the commands that do not train
-DOCS = "docs: docs/index.md in the repository; every key of a config: docs/config.md, or deepstow train --schema"
+DOCS = "pages: deepstow docs; every key of a config: deepstow docs config, or deepstow train --schema"
 
 
 def explained(parser: P, name: str, doc: str | None) -> P:
@@ -75,7 +75,7 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 def needs_config(words: Sequence[str]) -> str:
     """The answer to a command line without a config, whose other ``words`` may name it."""
     named = (word for word in words if word.endswith((".yaml", ".yml")))
-    return f"--config FILE is required; try --config {next(named, 'configs/quickstart.yaml')}"
+    return f"--config FILE is required; try --config {next(named, 'quickstart')}"
 
 
 def answered(work: Callable[[], int | None]) -> int:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if first in COMMANDS:
         if first == "plan":
-            gc.set_threshold(1_000_000)  # as launch/plan.py does, and for its reason
+            gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
         code: int = import_module(f"deepstow.launch.{FILES.get(first, first)}").main(rest)
         return code
     if first in ("-h", "--help"):

@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not arguments.config and not arguments.schema:
         parser.error(cli.needs_config(arguments.overrides))
     if arguments.plot and not arguments.data_report:
-        parser.error("--plot is for --data-report; launch/plan.py --plot draws the step")
+        parser.error("--plot is for --data-report; deepstow plan --plot draws the step")
     return arguments
 
 

@@ -103,7 +103,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """With which options ``launch/plan.py --fit`` tries a strategy."""
+    """With which options ``deepstow fit`` tries a strategy."""
 
     options: Mapping[str, Any] | None = None  # with which training fits into less memory; None: it does not
     # Changes of the config for it, each of which saves more and gives exactness up: tried where nothing else fits.
@@ -125,7 +125,7 @@ class Strategy(BaseModel, ABC):
     # Strategies that are not switched on for others where this one is: they do not go together, or it does their work.
     spares: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[frozenset[Requirement]] = frozenset()
-    fit: ClassVar[FitOptions | None] = None  # what ``launch/plan.py --fit`` may do with it; None: nothing
+    fit: ClassVar[FitOptions | None] = None  # what ``deepstow fit`` may do with it; None: nothing
     # Strategies whose questions this one answers itself, where both are on; then they are in ``_others``.
     takes_over: ClassVar[tuple[str, ...]] = ()
     # Options that earlier versions had, by option and value; None: whatever the value.

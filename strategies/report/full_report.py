@@ -131,7 +131,7 @@ def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
     parts += [f"{human(frozen)} of {of}frozen weights, read in forward and in backward"] * (frozen > 0)
     line = f"{where(layout.disk)} ({', '.join(layout.disk)}): {'; '.join(parts)}"
     if cost is not None and rates is not None:
-        command = f"assumed; launch/doctor.py --rates --disk {' '.join(layout.disk)} measures"
+        command = f"assumed; deepstow doctor --rates --disk {' '.join(layout.disk)} measures"
         per_hour = written / cost.seconds * 3600 / 1e12
         read, write = (ranks * rate / 1e9 for rate in bytes_per_s(rates, layout.disk))
         if written and not any(map(scheme_of, layout.disk)):

@@ -19,7 +19,7 @@ LARGE = str(REPO / "configs" / "llama-70b.yaml")
 
 def explained(name: str, text: str) -> None:
     """Whether the help of a command has two examples that it can parse, its exit codes, and where the docs are."""
-    assert text.startswith(f"usage: deepstow {name}") and "\ndocs: docs/index.md" in text
+    assert text.startswith(f"usage: deepstow {name}") and "\npages: deepstow docs" in text
     assert re.search(r"^exit codes: 0 finished, 1 failed, 2 ", text, re.MULTILINE)
     examples = re.findall(rf"^  deepstow {name}(.*)$", text, re.MULTILINE)
     assert len(examples) == 2

@@ -1,4 +1,4 @@
-"""``launch/plan.py --fit``: every row is the plan of a config that can be written, and says what is missing."""
+"""``deepstow fit``: every row is the plan of a config that can be written, and says what is missing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -225,7 +225,7 @@ def test_a_refusal_ends_with_the_table_and_a_broken_table_hides_nothing(
     assert said[0].startswith('command line: strategies.offload.gpu_memory = "100KiB": ') and "are needed" in said[0]
     assert any(line.startswith("full fine-tuning fits: ") for line in said)
     assert not any("LoRA " in line for line in said[:-1]), "the first way that fits is the last one that is counted"
-    assert said[-1] == "more ways of training, and more ranks: launch/plan.py --fit"
+    assert said[-1] == "more ways of training, and more ranks: deepstow fit"
 
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a mistake")

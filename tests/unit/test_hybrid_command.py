@@ -1,4 +1,4 @@
-"""``launch/plan.py --search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
+"""``deepstow search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
 
 import re
 from dataclasses import replace

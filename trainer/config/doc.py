@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config.check import allowed, elsewhere, inner_model
 from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
 
+PAGE = re.compile(r"deepstow docs ([a-z-]+)")
 BEGIN, END = "<!-- keys: written by `python -m deepstow.trainer.config.doc` -->\n", "<!-- end of keys -->\n"
 
 
@@ -55,7 +57,7 @@ def _whole_config() -> str:
 
 
 def _section(title: str, at: str, model: type[BaseModel]) -> Iterator[str]:
-    yield f"{title}\n\n{inspect.cleandoc(model.__doc__ or '')}\n"
+    yield f"{title}\n\n{_linked(inspect.cleandoc(model.__doc__ or ''))}\n"
     yield _keys(model)
     for name, field in model.model_fields.items():
         if inner := inner_model(field.annotation):
@@ -68,7 +70,7 @@ def _keys(model: type[BaseModel]) -> str:
 
 def _keys_of(fields: Mapping[str, FieldInfo]) -> str:
     rows = [
-        (f"`{name}`", allowed(field.annotation, field.metadata), _default(field), field.description or "")
+        (f"`{name}`", allowed(field.annotation, field.metadata), _default(field), _linked(field.description or ""))
         for name, field in fields.items()
     ]
     return _table(("key", "must be", "default", "meaning"), rows) if rows else "No options.\n"
@@ -136,6 +138,11 @@ def _term(term: str) -> str:
         required = bool(option) and find(name).model_fields[option[0]].is_required()
         shown = name if not option or (required and not values) else ".".join((name, *option))
     return f"`{shown}`" + f" {relation} {', '.join(values).lower()}" * bool(values)
+
+
+def _linked(text: str) -> str:
+    """``text`` with the pages that it names as links."""
+    return PAGE.sub(r"[\g<0>](\1.md)", text)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

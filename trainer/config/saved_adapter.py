@@ -61,8 +61,12 @@ def base_of(folder: str) -> str | None:
 def _read(folder: Path) -> dict[str, Any] | str:
     """What a saved adapter says of itself, or what is wrong with it."""
     if not folder.is_dir():
-        what = "is a file; name its folder" if folder.exists() else f"there is no such folder{nearest_file(folder)}"
-        return f"{what}; adapters of the hub are named by the folder into which they were downloaded"
+        if folder.exists():
+            return "is a file; name the folder that it is in"
+        hint = (
+            nearest_file(folder) or "; one on the hub has to be downloaded first (hf download NAME --local-dir FOLDER)"
+        )
+        return f"there is no such folder{hint}"
     try:
         saved = json.loads((folder / CONFIG).read_bytes())
     except FileNotFoundError:

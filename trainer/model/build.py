@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from deepstow.strategies.core.install import needs
 from deepstow.trainer.errors import ConfigError, first_line, nearest, nearest_file
 from deepstow.trainer.model import adapters, attention, folder, hub, quantise
 from deepstow.trainer.model.adapters import OURS
@@ -119,7 +120,7 @@ def refuse_missing_folder(section: ModelSection) -> None:
         return
     parts = Path(name).parts
     if len(parts) > 2 or name[0] in "./~" or (len(parts) == 2 and Path(parts[0]).is_dir()):
-        made_by = "; `make train` makes it" if name == "runs/quickstart/export" else ""
+        made_by = "; deepstow train --config quickstart makes it" if name == "runs/quickstart/export" else ""
         raise ConfigError(
             f"model.name_or_path = {name!r}: there is no such folder{made_by or nearest_file(Path(name))}"
         )
@@ -341,7 +342,7 @@ def lora_config(section: LoraSection, task: Task, adapter: str | None = None) ->
     try:
         from peft import LoraConfig
     except ImportError:
-        raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
+        raise ConfigError(f"model.lora: {needs('peft', 'lora')}") from None
     if adapter is not None:
         saved: LoraConfig = adapters.config_of(adapter, task.adapters, section.lora_dropout)
         return saved

@@ -1,4 +1,4 @@
-"""``launch/plan.py --fit``: plans of a model in several ways of training, and what to write for each, as one table.
+"""``deepstow fit``: plans of a model in several ways of training, and what to write for each, as one table.
 
 All weights, low-rank adapters, and these on a base in 4 bits; each as it is, with every strategy that saves memory
 (``Strategy.fit``), with all of those together, over more ranks with the strategies that need them, and where nothing
@@ -48,7 +48,7 @@ HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in plac
 INEXACT = "full (inexact)"
 KINDS = {"full": "full fine-tuning", INEXACT: "full fine-tuning with inexact state", "LoRA": "LoRA", "QLoRA": "QLoRA"}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-MORE = ("", "more ways of training, and more ranks: launch/plan.py --fit")
+MORE = ("", "more ways of training, and more ranks: deepstow fit")
 UNKNOWN = "-"
 SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 Tree = dict[str, Any]
@@ -270,7 +270,7 @@ def _kind(config: RunConfig) -> str:
 def _plain(config: RunConfig) -> list[FitRow]:
     """Training of all weights, of adapters, and of these on a base in 4 bits or the config's, without strategies that
     save memory and what they exclude, and without those that divide one copy of the model over ranks, which
-    ``launch/plan.py --search`` compares.
+    ``deepstow search`` compares.
     """
     tree, saving = config.tree(), _saving()
     given = {name: tree["strategies"][name] or {} for name in saving if name in tree["strategies"]}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.backends.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
+from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.plan import Conflict, Plan, Tier
 from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Requirement
 from deepstow.strategies.core.sizes import human
@@ -163,8 +164,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         formats = config.quantize.formats if config.quantize else []
         asked = [each for each in formats if each.endswith("_group") == (name == "torchao")]
         if asked and find_spec(name) is None:
-            what = f"needs the package {name}; install it with: pip install 'deepstow[{extra}]'"
-            found.append(Refusal("quantize.formats", asked, what))
+            found.append(Refusal("quantize.formats", asked, needs(name, extra)))
     if installed and config.export is not None and config.export.format == "onnx":
         absent = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
         if absent:

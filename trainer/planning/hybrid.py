@@ -1,4 +1,4 @@
-"""``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``; and
+"""``deepstow search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``; and
 ``--tokens``: what a whole run takes, with the best of them or with the config's own degrees.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is

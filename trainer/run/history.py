@@ -1,6 +1,6 @@
 """What runs wrote into ``metrics.jsonl``, read back: curves of a run, and two runs beside each other.
 
-Numbers only, without torch; ``launch/watch.py`` shows one run while it trains, ``launch/compare.py`` two that are over
+Numbers only, without torch; ``deepstow watch`` shows one run while it trains, ``deepstow compare`` two that are over
 or not. A line that is being written just now is left out, and so is what no run writes: the folder may be anybody's.
 """
 

@@ -396,7 +396,7 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     if "tensorboard" in run.config.training.report_to:
         write_line(f"curves:     tensorboard --logdir {folder}")
     if folder == Path("runs/quickstart"):
-        write_line("next:       make finetune")
+        write_line("next:       deepstow train --config finetune")
 
 
 def make_room(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""What a run shows on one screen, read from its records and its plan: ``launch/watch.py`` in any terminal, and the run
+"""What a run shows on one screen, read from its records and its plan: ``deepstow watch`` in any terminal, and the run
 itself in its own (``live.py``). Without torch.
 """
 

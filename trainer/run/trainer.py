@@ -1,4 +1,4 @@
-"""What DeepStow changes in Hugging Face's Trainer, for ``launch/train.py``.
+"""What DeepStow changes in Hugging Face's Trainer, for ``deepstow train``.
 
 Memory engine and pipeline are in the classes that it is made of. Besides, the loss of an evaluation is the mean over
 *tokens*, so perplexity is right when lengths differ; our numbers are in every record before any callback sees it

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import requirements_of
+from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.protocol import Refusal, Requirement
 from deepstow.trainer.errors import DataError
 from deepstow.trainer.tasks.prompts import carried
@@ -47,7 +48,7 @@ class Preference(Task):
         yield from super().refusals(config)
         found = find_spec("trl")
         if found is None:
-            yield Refusal("task", self.name, "needs the package trl; install it with: pip install 'deepstow[tasks]'")
+            yield Refusal("task", self.name, needs("trl", "tasks"))
         elif not (Path(str(found.origin)).parent / self.folder).is_dir():
             yield Refusal("task", self.name, f"this release of TRL has no trl/{self.folder} any more; trl 1.16 has")
         before = self.fused and config.model.lora is None
