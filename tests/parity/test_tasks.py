@@ -357,6 +357,36 @@ def test_preferences_on_a_base_in_4_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategies", [{}, TRAVELS])
+def test_preferences_go_on_with_an_adapter_which_is_their_reference(
+    strategies: dict[str, Any], bases: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    base = str(bases / "llama")
+    first: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora_config("CAUSAL_LM"))
+    for name, each in first.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(each, std=0.1)
+    first.save_pretrained(tmp_path / "first")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "first", is_trainable=True)
+    given = DPOConfig(str(tmp_path / "stock"), **SAID, **TRL)
+    data, words = Dataset.from_list(rows_of("preferences")), AutoTokenizer.from_pretrained(base)
+    theirs = DPOTrainer(model, args=given, train_dataset=data, processing_class=words)
+    theirs.train()
+    theirs.model.save_pretrained(tmp_path / "saved", selected_adapters=["default"])
+
+    tree: dict[str, Any] = {"task": "dpo", "model": {"adapter": str(tmp_path / "first")}, "strategies": strategies}
+    tree |= {"data": {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows_of("preferences"))), "max_length": LENGTH}}
+    assert run(load_tree({**tree, "training": {**SAID, "output_dir": str(tmp_path / "run")}}), Ranks(), Stop()) == 0
+    found, expected = tensors(tmp_path / "run" / "export"), tensors(tmp_path / "saved")
+    assert found.keys() == expected.keys() and not (tmp_path / "run" / "export" / "ref").exists()
+    assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+
+
+@pytest.mark.slow
 def test_evaluations_generate_what_those_of_the_stock_trainer_generate(bases: Path, tmp_path: Path) -> None:
     base, told = str(bases / "bart"), {"predict_with_generate": True, "generation_max_length": 12}
     theirs = seq2seq(base, str(tmp_path / "stock"), None, **told, generation_num_beams=2)

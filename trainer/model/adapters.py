@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from deepstow.strategies.core.layout import Layout
 
+MERGE = "merge it into its base (PEFT's merge_and_unload), name that in model.name_or_path, and train a new one"
 PREFIX = "base_model.model."  # peft's, of names in a model that has adapters
 OURS = {"loraplus_lr_ratio", "export"}  # keys that peft.LoraConfig does not have
 INITIAL = (True, False, "gaussian")  # values of init_lora_weights that leave the base as it is
@@ -40,11 +41,11 @@ def config_of(folder: str, task_type: str, dropout: float) -> Any:
         raise ConfigError(f"{said}: peft cannot read its configuration: {first_line(error)}") from None
     if found.task_type not in (None, task_type):
         what = f"it is an adapter for {found.task_type}, and the task needs one for {task_type}"
-        raise ConfigError(f"{said}: {what}; merge it into its base, and train a new one")
+        raise ConfigError(f"{said}: {what}; {MERGE}")
     usual = LoraConfig().to_dict()
     for key, value in found.to_dict().items():
         if key not in TAKEN and value != usual.get(key) and not (key == "init_lora_weights" and value in INITIAL):
-            raise ConfigError(f"{said}: it has {key} = {value!r}, with which training does not go on here")
+            raise ConfigError(f"{said}: it has {key} = {value!r}, with which training does not go on here; {MERGE}")
     found.inference_mode, found.task_type, found.lora_dropout = False, task_type, dropout
     return found
 

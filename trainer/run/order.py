@@ -32,6 +32,7 @@ from deepstow.strategies.engine import StowOptimizer
 from deepstow.strategies.planner.step_cost import plan_cost, step_flops
 from deepstow.strategies.report import full_report
 from deepstow.strategies.state.sealed import digest_of
+from deepstow.trainer.config.saved_adapter import base_of
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.data import rows as task_rows
@@ -41,7 +42,7 @@ from deepstow.trainer.data.collate import check_batch, check_packing
 from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.distributed.ranks import Ranks, name_device
-from deepstow.trainer.errors import ConfigError, write_line, write_nothing
+from deepstow.trainer.errors import ConfigError, warning, write_line, write_nothing
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.machine.profiles import known_rates
@@ -154,11 +155,23 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         for each in plans:
             refuse_impossible(each)
     machines.refuse_without_room(config, ranks, plan, run.say)
+    if line := other_base(config):
+        run.say(warning(line))
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     for line in resumed.said if resumed else ():
         run.say(line)
     return run
+
+
+def other_base(config: RunConfig) -> str:
+    """A line if the adapter that training goes on with names another base; empty if not. Its weights fit both."""
+    section = config.model
+    base = base_of(section.adapter) if section.adapter is not None else None
+    if base is None or section.name_or_path is None or Path(base).resolve() == Path(section.name_or_path).resolve():
+        return ""
+    what = f"the adapter was trained on {base}, and model.name_or_path is {section.name_or_path}"
+    return f"model.adapter: {what}: on other weights it means nothing"
 
 
 def refuse_lost_weights(config: RunConfig, plan: Plan) -> None:
