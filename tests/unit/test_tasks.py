@@ -112,6 +112,26 @@ def test_several_labels_and_numbers(head: Any, labels: list[Any], found: Any, wo
         assert made("classification", given, words, tmp_path, head).train["labels"][:] == found
 
 
+@pytest.mark.parametrize(
+    ("labels", "line"),
+    [
+        (["good", "bad", "good"], "write under model: labels: [bad, good]"),
+        ([2, 10, 1], 'write under model: labels: ["1", "2", "10"]'),
+        (["yes", "New York"], 'write under model: labels: ["New York", "yes"]'),
+        (["only"], "field 'label' is 'only', the labels are LABEL_0, LABEL_1"),
+        ([f"l{each}" for each in range(300)], "has over 200 values: is it the column of the labels?"),
+    ],
+)
+def test_labels_that_nobody_has_named_are_a_line_for_the_config(
+    labels: list[Any], line: str, words: Any, tmp_path: Path
+) -> None:
+    given = [{"text": "a good text", "label": label} for label in labels]
+    with pytest.raises(DataError) as refused:
+        made("classification", given, words, tmp_path, {"labels": None, "config": {**LLAMA, "num_labels": 2}})
+    (found,) = refused.value.lines
+    assert line in found
+
+
 def test_what_a_saved_model_is_told() -> None:
     """Without a word about it, one output is a number to Transformers' losses."""
     assert problem_of(LlamaConfig(num_labels=1)) == "regression"

@@ -162,7 +162,10 @@ def _made(
         if num_after_bad > PATIENCE:
             break
     if bad:
-        raise DataError(by_cause(bad))
+        every = (row.values for row in islice(source.rows(list(columns.values())), data.limit))
+        fields = ({name: row.get(columns[name]) for name in columns} for row in every if not isinstance(row, str))
+        cure = task.cure(fields, model)
+        raise DataError([f"{source.name}: {cure}"] if cure else by_cause(bad))
     if same:
         say(f"data: chosen and rejected are the same in {len(same):,} rows, the first at {same[0]}: no preference")
 

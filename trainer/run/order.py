@@ -34,9 +34,9 @@ from deepstow.strategies.report import full_report
 from deepstow.strategies.state.sealed import digest_of
 from deepstow.trainer.config.saved_adapter import base_of
 from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data import endings, teacher
 from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.data import rows as task_rows
-from deepstow.trainer.data import teacher
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import check_batch, check_packing
 from deepstow.trainer.data.prepare import Prepared
@@ -155,8 +155,10 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         for each in plans:
             refuse_impossible(each)
     machines.refuse_without_room(config, ranks, plan, run.say)
-    if line := other_base(config):
-        run.say(warning(line))
+    if ranks.is_first:
+        ends = endings.ends_of(tokenizer, config_of(config), config.model.name_or_path)
+        for line in filter(None, (other_base(config), endings.never_ends(prepared, tokenizer, ends))):
+            run.say(warning(line))
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     for line in resumed.said if resumed else ():
@@ -269,7 +271,9 @@ def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> di
     text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans, before)
     other_mask = attention.trained_otherwise(run.config.model, config_of(run.config))
     remarks = [known_rates(run.machine).ignored, other_mask]
-    remarks += positions.beyond(run.config, run.plan.facts.run.positions)
+    known = run.plan.facts.run.positions
+    if collated(run.config, run.prepared.train).config.data.max_length > known:  # some row may be so long
+        remarks += positions.beyond(run.config, known)
     for line in [*filter(None, remarks), f"\n{text}\n"]:
         write_line(line)
     return {
@@ -384,7 +388,8 @@ def make_trainer(run: Run) -> Trainer:
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
     # Stages cannot generate, and ranks that divide experts would end at different tokens.
     generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
-    sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
+    chats = endings.holds_chats(run.prepared)
+    sample = [SampleText(prompt, training.sample_prompts or (), file, chats=chats)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     plan_check = _plan_check(run)
     model: Any = make_model(run)
