@@ -367,7 +367,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
         if section == "training" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
     model = dict(tree["model"])
-    own = model.pop("lora", None)
+    own, _ = model.pop("lora", None), model.pop("adapter", None)
     if own is not None and model["dtype"] == "bfloat16":
         model["dtype"] = "float32"  # bf16 was for the frozen weights
     bits = model.pop("quantization_config", None)
