@@ -30,14 +30,14 @@ def built(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_builds(tmp_path: Path) -> None:
     done = built(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.rglob("*.html")} >= {"index.html", "reliability.html", "offload.html"}
+    assert {path.name for path in tmp_path.rglob("*.html")} >= {"index.html", "resume.html", "offload.html"}
 
 
 def test_a_dead_link_ends_it(tmp_path: Path) -> None:
     """To a page, to a place in one, and to a file outside of the docs."""
     for folder in (".ci", "docs", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    links = ("nowhere.md", "reliability.md#somewhere", "../benchmarks/records/neverwhere")
+    links = ("nowhere.md", "resume.md#somewhere", "../benchmarks/records/neverwhere")
     (tmp_path / "docs/index.md").write_text("\n".join(f"[here]({link})" for link in links))
     found = built(tmp_path, tmp_path / "site")
     said = found.stderr + found.stdout
