@@ -34,14 +34,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_a_dead_link_ends_it(tmp_path: Path) -> None:
-    """To a page, to a place in one, and to a file outside of the docs."""
+    """To a page, to a place in one, to a file outside of the docs, and by the name that a message says."""
     for folder in (".ci", "docs", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     links = ("nowhere.md", "resume.md#somewhere", "../benchmarks/records/neverwhere")
-    (tmp_path / "docs/index.md").write_text("\n".join(f"[here]({link})" for link in links))
+    (tmp_path / "docs/index.md").write_text("\n".join(f"[here]({link})" for link in links) + "\ndeepstow docs anywhere")
     found = built(tmp_path, tmp_path / "site")
     said = found.stderr + found.stdout
-    assert found.returncode != 0 and all(f"{where}where" in said for where in ("/never", "#some", "no"))
+    assert found.returncode != 0 and all(f"{where}where" in said for where in ("/never", "#some", "no", "docs any"))
 
 
 @pytest.mark.parametrize("name", available())
