@@ -5,12 +5,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
 from deepstow.strategies.core.registry import available
+from deepstow.trainer.config.check import check
 from deepstow.trainer.config.doc import BEGIN, END
+from deepstow.trainer.config.load import merged
+from deepstow.trainer.config.yaml_file import parse
 from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
 from deepstow.trainer.run.sequence_trainer import SequenceTrainer
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
@@ -18,6 +22,13 @@ from deepstow.trainer.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_SCREENS = 100
+YAML = re.compile(r"^```yaml\n(.*?)^```", re.S | re.M)
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if YAML.search(page.read_text())]
+REST: dict[str, Any] = {
+    "model": {"name_or_path": "m"},
+    "data": {"path": "d", "max_length": 8, "eval_fraction": 0.1},
+    "training": {"output_dir": "r"},
+}
 OURS = (StowedTrainer, PipelineTrainer, SequenceTrainer, Trainer)
 
 
@@ -42,6 +53,20 @@ def test_a_dead_link_ends_it(tmp_path: Path) -> None:
     found = built(tmp_path, tmp_path / "site")
     said = found.stderr + found.stdout
     assert found.returncode != 0 and all(f"{where}where" in said for where in ("/never", "#some", "no", "docs any"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_yaml_of_a_page_is_a_config_or_a_part_of_one(page: Path) -> None:
+    """It passes the check, with what every config has; a first key that comes again begins another way to write it."""
+    found = (re.split(f"^(?={text.partition(':')[0]}:)", text, flags=re.M) for text in YAML.findall(page.read_text()))
+    for text in (part for parts in found for part in parts if part):
+        tree, document = parse(text, page.name)
+        whole = merged(REST, tree)
+        for key, other in (("data.path", "data.datasets"), ("model.name_or_path", "model.config")):
+            (section, name), instead = key.split("."), other.split(".")[1]
+            if instead in whole[section]:
+                del whole[section][name]
+        assert document.problems == [] and check(whole) == [], text
 
 
 @pytest.mark.parametrize("name", available())
