@@ -89,3 +89,10 @@ def test_the_table_of_private_methods_is_what_our_trainers_override() -> None:
     }
     assert all(f"def {test}(" in (ROOT / file).read_text() for _, _, file, test in rows)
     assert all(kind.__module__.startswith("deepstow.trainer.run.") for kind in Trainer.__mro__ if kind in OURS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+def test_a_page_outside_of_the_docs_links_to_files(page: str) -> None:
+    """MkDocs sees to those of the docs."""
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", (ROOT / page).read_text())
+    assert links and [link for link in links if not ((ROOT / page).parent / link).exists()] == []
