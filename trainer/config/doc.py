@@ -1,5 +1,6 @@
-"""Generate the tables of keys in ``docs/config.md`` and ``docs/strategies``, between two marks, from the sections; and
-what goes together, in ``docs/parallel.md``, from the rules of compatibility.
+"""Generate tables of the docs, between two marks: the keys in ``config.md`` and ``strategies``, from the sections; what
+goes together in ``compatibility.md``, from the rules; ``exit-codes.md``, from the errors; and ``compared.md``, from the
+YAML file beside it.
 
 ``python -m deepstow.trainer.config.doc`` writes them; a test compares the files with what would be written.
 """
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -19,23 +22,48 @@ from deepstow.strategies.core.compatibility import parts_of, values_in
 from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config.check import allowed, elsewhere, inner_model
 from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
+from deepstow.trainer.errors import MEANINGS
 
 BEGIN, END = "<!-- keys: written by `python -m deepstow.trainer.config.doc` -->\n", "<!-- end of keys -->\n"
+MENTION = re.compile(r"\bdocs/(?P<name>[\w/-]+)\.md\b")
+FRAMEWORKS = {
+    "axolotl": "Axolotl", "llama_factory": "LLaMA-Factory", "hugging_face": "Hugging Face + DeepSpeed", "here": "here",
+}  # fmt: skip
 
 
 def pages(docs: Path) -> Iterator[tuple[Path, str]]:
     """Each page in the folder ``docs`` with generated tables, and the text that it should have. ValueError if a page
     does not have the two marks.
     """
-    written = {docs / "config.md": _whole_config()}
-    written |= {docs / "strategies" / f"{name}.md": _keys(find(name)) for name in available()}
-    written[docs / "parallel.md"] = _compatibility()
-    for page, tables in written.items():
+    codes = ((f"`{int(code)}`", text) for code, text in MEANINGS.items())
+    written = {"config": _whole_config(), "compatibility": _compatibility()}
+    written |= {"exit-codes": _table(("code", "meaning"), codes), "compared": _compared(docs / "compared.yaml")}
+    written |= {f"strategies/{name}": _keys(find(name)) for name in available()}
+    for name, tables in written.items():
+        page = docs / f"{name}.md"
         before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         _, end, after = rest.partition(END)
         if not (begin and end):
             raise ValueError(f"{page}: the marks {BEGIN.strip()!r} and {END.strip()!r} are missing")
-        yield page, "".join((before, BEGIN, "\n", tables, "\n", END, after))
+        yield page, "".join((before, BEGIN, "\n", _linked(tables, name), "\n", END, after))
+
+
+def _linked(text: str, page: str) -> str:
+    """``text`` with what it says of other pages, as in "see docs/attention.md", as links from ``page``."""
+    up = "../" * page.count("/")
+    return MENTION.sub(lambda found: f"[{found['name'].split('/')[-1]}]({up}{found['name']}.md)", text)
+
+
+def _cells(rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
+    return ((row["feature"], *(row[name] for name in FRAMEWORKS)) for row in rows)
+
+
+def _compared(path: Path) -> str:
+    """What is written for a feature in each framework, a table for each group."""
+    groups: dict[str, list[dict[str, str]]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return "\n".join(
+        f"## {group}\n\n{_table(('', *FRAMEWORKS.values()), _cells(rows))}" for group, rows in groups.items()
+    )
 
 
 def _whole_config() -> str:
