@@ -214,6 +214,43 @@ def way_of_a_run() -> None:
     drawing.save("way-of-a-run.svg", 42 + 172 + high + 12)
 
 
+def two_arenas() -> None:
+    """What rests in the arena of the device, what in that of the host, and what travels between them."""
+    drawing = Drawing("Two arenas, each reserved once")
+    drawing.text(EDGE, 28, drawing.title, size=24)
+    here = (
+        "weights that stay",
+        "addresses for weights",
+        "that travel",
+        "gradients, or slots for",
+        "those that go down",
+        "",
+    )
+    device = (*here, "masters and moments", "updated here, or slots", "for state that visits")
+    host = (
+        "",
+        "copies of weights",
+        "that travel",
+        "gradients that wait",
+        "",
+        "",
+        "masters and moments",
+        "that left the device",
+        "",
+    )
+    for left, name, lines in ((EDGE, "device", device), (WIDTH - EDGE - 262, "host (pinned)", host)):
+        drawing.text(left, 62, name, size=22)
+        drawing.box(left, 74, 262, 306, "#eef3f8", INK)
+        for index, line in enumerate(lines):
+            drawing.text(left + 12, 106 + 32 * index, line)
+    start, end = EDGE + 262 + 4, WIDTH - EDGE - 262 - 4
+    for top, said, up in ((134, "copies up", True), (202, "copies down", False), (300, "visits", True)):
+        drawing.text((start + end) / 2, top - 8, said, anchor="middle")
+        drawing.line([(end, top), (start, top)] if up else [(start, top), (end, top)], arrow=True)
+    drawing.line([(start, 318), (end, 318)], arrow=True)
+    drawing.save("two-arenas.svg", 396)
+
+
 def order_of_a_step() -> None:
     """Gradients wait for the norm; updates run under the next forward."""
     drawing = Drawing("The order of a step with clipping")
@@ -287,6 +324,7 @@ def main() -> None:
     """Draw all of them."""
     IMAGES.mkdir(exist_ok=True)
     way_of_a_run()
+    two_arenas()
     order_of_a_step()
     axes()
     plan = planned()

@@ -22,7 +22,7 @@ from deepstow.strategies.core.compatibility import parts_of, values_in
 from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config.check import allowed, elsewhere, inner_model
 from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
-from deepstow.trainer.errors import MEANINGS
+from deepstow.trainer.errors import MEANINGS, ExitCode
 
 BEGIN, END = "<!-- keys: written by `python -m deepstow.trainer.config.doc` -->\n", "<!-- end of keys -->\n"
 MENTION = re.compile(r"\bdocs/(?P<name>[\w/-]+)\.md\b")
@@ -35,9 +35,12 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
     """Each page in the folder ``docs`` with generated tables, and the text that it should have. ValueError if a page
     does not have the two marks.
     """
-    codes = ((f"`{int(code)}`", text) for code, text in MEANINGS.items())
+    codes = ((f"`{int(code)}`", text, _again(code)) for code, text in MEANINGS.items())
     written = {"config": _whole_config(), "compatibility": _compatibility()}
-    written |= {"exit-codes": _table(("code", "meaning"), codes), "compared": _compared(docs / "compared.yaml")}
+    written |= {
+        "exit-codes": _table(("code", "meaning", "start again?"), codes),
+        "compared": _compared(docs / "compared.yaml"),
+    }
     written |= {f"strategies/{name}": _keys(find(name)) for name in available()}
     for name, tables in written.items():
         page = docs / f"{name}.md"
@@ -46,6 +49,14 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
         if not (begin and end):
             raise ValueError(f"{page}: the marks {BEGIN.strip()!r} and {END.strip()!r} are missing")
         yield page, "".join((before, BEGIN, "\n", _linked(tables, name), "\n", END, after))
+
+
+def _again(code: int) -> str:
+    """Whether a scheduler starts a run again that ended so."""
+    if code in (ExitCode.FINISHED, ExitCode.INTERRUPTED):
+        return "no"
+    by_others = code in (ExitCode.PREEMPTED, ExitCode.WATCHDOG, ExitCode.PEER_DIED)
+    return "yes" if by_others else "after a look: it would end in the same way"
 
 
 def _linked(text: str, page: str) -> str:
