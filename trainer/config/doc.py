@@ -25,7 +25,7 @@ from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
 from deepstow.trainer.errors import MEANINGS, ExitCode
 
 BEGIN, END = "<!-- keys: written by `python -m deepstow.trainer.config.doc` -->\n", "<!-- end of keys -->\n"
-MENTION = re.compile(r"\bdocs/(?P<name>[\w/-]+)\.md\b")
+MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b|\bdeepstow docs [a-z][a-z_-]*")
 FRAMEWORKS = {
     "axolotl": "Axolotl", "llama_factory": "LLaMA-Factory", "hugging_face": "Hugging Face + DeepSpeed", "here": "here",
 }  # fmt: skip
@@ -48,7 +48,7 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
         _, end, after = rest.partition(END)
         if not (begin and end):
             raise ValueError(f"{page}: the marks {BEGIN.strip()!r} and {END.strip()!r} are missing")
-        yield page, "".join((before, BEGIN, "\n", _linked(tables, name), "\n", END, after))
+        yield page, "".join((before, BEGIN, "\n", _linked(tables, name, docs), "\n", END, after))
 
 
 def _again(code: int) -> str:
@@ -59,10 +59,16 @@ def _again(code: int) -> str:
     return "yes" if by_others else "after a look: it would end in the same way"
 
 
-def _linked(text: str, page: str) -> str:
-    """``text`` with what it says of other pages, as in "see docs/attention.md", as links from ``page``."""
-    up = "../" * page.count("/")
-    return MENTION.sub(lambda found: f"[{found['name'].split('/')[-1]}]({up}{found['name']}.md)", text)
+def _linked(text: str, page: str, docs: Path) -> str:
+    """``text`` with the pages that it names, as in "see deepstow docs attention", as links from ``page``."""
+    paths = {path.stem: path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+
+    def link(found: re.Match[str]) -> str:
+        name = Path(found[0].split()[-1]).stem
+        said = found[0] if found[0].startswith("deepstow") else name
+        return f"[{said}]({'../' * page.count('/')}{paths[name]})"
+
+    return MENTION.sub(link, text)
 
 
 def _cells(rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
