@@ -1,4 +1,4 @@
-"""The docs: the site builds without a dead link, each strategy has its page, and a table names our overrides."""
+"""The docs: the site builds without a dead link, their configs are ones, and each strategy has its page."""
 
 import re
 import shutil
@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from deepstow.strategies.core.registry import available
 from deepstow.trainer.config.check import check
 from deepstow.trainer.config.doc import BEGIN, END
 from deepstow.trainer.config.load import merged
 from deepstow.trainer.config.yaml_file import parse
-from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
-from deepstow.trainer.run.sequence_trainer import SequenceTrainer
-from deepstow.trainer.run.stowed_trainer import StowedTrainer
-from deepstow.trainer.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_SCREENS = 100
@@ -29,7 +24,6 @@ REST: dict[str, Any] = {
     "data": {"path": "d", "max_length": 8, "eval_fraction": 0.1},
     "training": {"output_dir": "r"},
 }
-OURS = (StowedTrainer, PipelineTrainer, SequenceTrainer, Trainer)
 
 
 def built(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -75,20 +69,6 @@ def test_a_strategy_has_a_page_of_two_screens(name: str) -> None:
     before, _, rest = text.partition(BEGIN)
     written = before + rest.partition(END)[2]
     assert len(written.splitlines()) <= TWO_SCREENS
-
-
-def test_the_table_of_private_methods_is_what_our_trainers_override() -> None:
-    """Each with the file that does it and a test that exists; a method that a release has renamed is missed here."""
-    text = (ROOT / "docs/design.md").read_text()
-    rows = re.findall(r"^\| `(_\w+)` \| `([\w/.]+)` \| .+ \| `([\w/.]+)::(\w+)` \|$", text, re.M)
-    assert {(name, where) for name, where, _, _ in rows} == {
-        (name, f"{kind.__module__.removeprefix('deepstow.').replace('.', '/')}.py")
-        for kind in OURS
-        for name in vars(kind)
-        if re.match(r"_(?!_)", name) and hasattr(transformers.Trainer, name)
-    }
-    assert all(f"def {test}(" in (ROOT / file).read_text() for _, _, file, test in rows)
-    assert all(kind.__module__.startswith("deepstow.trainer.run.") for kind in Trainer.__mro__ if kind in OURS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
