@@ -177,7 +177,8 @@ def test_every_command_that_is_written_is_one_and_takes_its_arguments() -> None:
     for name, words in found:
         module = importlib.import_module(f"deepstow.launch.{cli.FILES.get(name, name)}")
         if words and hasattr(module, "parse"):
-            config = ["--config", "my.yaml"] if name == "train" and "--config" not in words else []
+            lacks = name in ("train", "plan", "search") and not {"--config", "--schema", "--check"} & {*words}
+            config = ["--config", "my.yaml"] if lacks else []
             module.parse([*(str(REPO) if word == "FOLDER" else word for word in words), *config])
         elif name == "doctor":
             assert words in ([], ["--rates"], ["--build"], ["--rates", "--disk", "/fast/folder"])
