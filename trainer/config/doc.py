@@ -112,18 +112,19 @@ def _keys(model: type[BaseModel]) -> str:
 
 
 def _keys_of(fields: Mapping[str, FieldInfo]) -> str:
-    rows = [
-        (f"`{name}`", allowed(field.annotation, field.metadata), _default(field), field.description or "")
+    """Two columns, so that the second one is seen on a telephone."""
+    rows = (
+        (f"`{name}`", f"{field.description or ''} *({allowed(field.annotation, field.metadata)}; {_default(field)})*")
         for name, field in fields.items()
-    ]
-    return _table(("key", "must be", "default", "meaning"), rows) if rows else "No options.\n"
+    )
+    return _table(("key", "meaning"), rows) if fields else "No options.\n"
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "**required**"
+        return "required"
     value = field.get_default(call_default_factory=True)
-    return "not set" if value is None else f"`{json.dumps(value, default=str)}`"
+    return "not set" if value is None else f"default `{json.dumps(value, default=str)}`"
 
 
 def variants() -> dict[str, tuple[str, Mapping[str, Any]]]:
@@ -150,19 +151,20 @@ def _compatibility() -> str:
             refused = any(rule.applies(value_of) for rule in known)
             cells.append("" if name == whole[label][0] else "-" if refused else "+")
         table.append((f"`{label}`", *cells, *[""] * (len(names) - 1 - row)))
-    grouped: dict[tuple[str, ...], list[str]] = {}
+    refused, keys = dict[tuple[str, str, str], list[str]](), dict[tuple[str, str], list[str]]()
     for rule in known:
-        beside, unless = _terms(rule.beside, " and "), _terms(rule.unless, " or ")
+        beside = _terms(rule.beside, " and ")
         if rule.key.startswith("strategies."):
-            grouped.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
+            unless = f"unless there is {_terms(rule.unless, ' or ')}" if rule.unless else ""
+            refused.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
         else:
-            grouped.setdefault((beside, rule.why), []).append(_term(rule.key))
-    inside = [(one[0], "; ".join(many), *one[1:]) for one, many in grouped.items() if len(one) == 3]
-    outside = [(one[0], ", ".join(many), one[1]) for one, many in grouped.items() if len(one) == 2]
+            keys.setdefault((beside, rule.why), []).append(_term(rule.key))
+    pairs = ((one, f"{'; '.join(many)} {unless}".strip(), why) for (one, unless, why), many in refused.items())
+    outside = ((one, ", ".join(many), why) for (one, why), many in keys.items())
     parts = (
         _table(("", *(f"`{label}`" for label in names[:-1])), table),
-        _table(("refused", "beside", "unless there is", "why"), inside),
-        _table(("beside", "keys of other sections that are refused", "why"), outside),
+        _table(("refused", "beside", "why"), pairs),
+        _table(("beside", "keys that are refused", "why"), outside),
     )
     return "\n".join(parts)
 
