@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: links that the site needs and the Markdown has otherwise, and a mark for the tables of keys.
+"""A hook of MkDocs: links that the site needs and the Markdown has otherwise.
 
 Links from the docs to other files of the repository work where the Markdown is read in the repository. On the site
 these files do not exist, so the link becomes their path; one that leads nowhere is a warning, with which ``mkdocs build
@@ -13,7 +13,6 @@ from typing import Any
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)\)")
 FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2", re.S | re.M)
-KEYS = "<table>\n<thead>\n<tr>\n<th>key</th>\n<th>must be</th>"  # the tables that are written from the sections
 SAID = re.compile(r"(?<!\[)`?\bdeepstow docs ([a-z][a-z_-]*)`?")
 log = logging.getLogger("mkdocs.hooks")
 
@@ -44,8 +43,3 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         parts += [SAID.sub(linked, markdown[done : code.start()]), code[0]]
         done = code.end()
     return OUTSIDE.sub(shown, "".join([*parts, SAID.sub(linked, markdown[done:])]))
-
-
-def on_page_content(html: str, **_: Any) -> str:
-    """The tables of keys are marked, since ``extra.css`` shows them otherwise on narrow screens."""
-    return html.replace(KEYS, KEYS.replace("<table>", "<table data-keys>"))
