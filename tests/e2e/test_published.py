@@ -30,8 +30,8 @@ ELSEWHERE = {
     "watch": "tests/unit/test_history.py",
 }
 PLANS = {"plan", "fit", "search"}
-RUN_HERE = {"train", "finetune"}
-MAKE = RUN_HERE | {
+MAKE = {
+    "train",
     "test",
     "test-all",
     "test-rare",
