@@ -59,9 +59,12 @@ def _changed(first: Any, second: Any) -> Iterator[tuple[str, str, str]]:
             continue
         before, after = (_flat(key, value) for value in (old, new))
         for name in before | after:
-            values = (before.get(name), after.get(name))
-            if values[0] != values[1]:
-                yield name, *("not set" if value is None else json.dumps(value) for value in values)
+            if before.get(name) != after.get(name):
+                yield name, _shown(before.get(name)), _shown(after.get(name))
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
 
 
 def _flat(key: str, value: Any) -> dict[str, Any]:

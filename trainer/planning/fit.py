@@ -276,7 +276,7 @@ class Fit:
             return replace(row, refused=str(error).splitlines()[0])
         needed, missing = {tier: plan.peak(tier) for tier in Tier}, _missing(plan)
         step = None if missing else simulated(plan)
-        return replace(row, needed=needed, missing=missing, seconds=step and step.seconds)
+        return replace(row, needed=needed, missing=missing, seconds=None if step is None else step.seconds)
 
     def _planned(self, way: FitRow, ranks: Ranks, machine: Machine) -> Plan:
         """The plan of ``way``; of stages, that which needs most."""
