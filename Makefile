@@ -79,6 +79,7 @@ format: $(READY) ## format the code
 
 docs: $(READY) ## write the tables of keys into docs/, and build the site into build/docs; a dead link is an error
 	python -m deepstow.trainer.config.doc
+	python .ci/commands.py
 	mkdocs build --strict --config-file .ci/mkdocs.yml
 
 gpu-check: $(READY) ## the campaign on a GPU, three calls of 9 minutes: PART=1, 2, 3; others: benchmarks/README.md

@@ -3,8 +3,8 @@
     deepstow train --config my.yaml
     deepstow fit --model my-folder
 
-``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them ``launch/train.py``. This
-module imports nothing heavy, so that help is immediate.
+``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them the checkout's
+``launch/train.py``. This module imports nothing heavy, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 COMMANDS = {
+    "init": "write a first config for a task, a model and a card",
     "train": "train as a config file says",
     "plan": "does a run fit, how fast is it, what rests where: before a byte is spent",
     "fit": "which ways of training a model fit into a machine; writes one as a config",
@@ -37,11 +38,14 @@ COMMANDS = {
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
     "watch": "a run on one screen while it trains",
     "compare": "two runs: settings that differ, speed, memory, losses and their curves",
+    "chat": "talk to the model that a run has exported",
+    "docs": "print a page of the documentation, or list them",
     "import": "make a config from that of DeepSpeed, Transformers, TRL, Accelerate, Axolotl or LLaMA-Factory",
 }
 FILES = {"import": "import_config"}  # of commands whose names cannot be a module's
 EXAMPLES = {
-    "train": ("--config my.yaml", "--config my.yaml training.learning_rate=1e-4 strategies.zero=null"),
+    "init": ("lora --model my-folder --data my.jsonl --card rtx4090", "dpo --model my-folder --out dpo.yaml"),
+    "train": ("--config my.yaml training.learning_rate=1e-4", "--ranks 2 --config quickstart"),
     "plan": ("--config my.yaml --profile rtx4090-pcie4", "--config my.yaml --full"),
     "fit": ("--model my-folder --profile rtx4090-pcie4", "--config my.yaml --gpu-memory 24GiB --write fits.yaml"),
     "search": ("--config my.yaml --ranks 64 --profile h100-sxm-pcie5", "--config my.yaml --ranks 8 --lossy"),
@@ -50,6 +54,8 @@ EXAMPLES = {
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
     "watch": ("runs/mine", "runs/mine --once"),
     "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
+    "chat": ("runs/mine", 'runs/mine --prompt "What is a list?"'),
+    "docs": ("", "fit"),
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }
 OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG, ExitCode.DATA)  # of the commands that do not train

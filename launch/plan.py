@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepstow.launch import cli
+from deepstow.launch.shipped import load
 from deepstow.strategies.core.sizes import parse_bytes
-from deepstow.trainer.config.load import load
 from deepstow.trainer.errors import ConfigError, ExitCode, warning, write_line
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ def lines(
     yield from (f"not tried: {why}" for why in not_tried)
     if answer.firsts:
         ends = " and ".join(f"{shape(each.degrees)} with ZeRO {each.degrees.zero}" for each in answer.firsts)
-        yield "from-to: at either end of what is published of networks across machines (deepstow docs parallel)"
+        yield "from-to: at either end of what is published of networks across machines (deepstow docs parallelism)"
         yield f"* changes places at one of these ends, measure before you choose by it; first at them: {ends}"
     if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
         yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"

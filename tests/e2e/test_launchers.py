@@ -1,17 +1,20 @@
-"""`deepspeed` and `accelerate launch` start the run that ranks of the server are; `torchrun` in ``test_machines.py``,
-and a plain interpreter in ``test_wheel.py``.
+"""`deepspeed`, `accelerate launch` and `deepstow train --ranks` start the run that ranks of the server are; `torchrun`
+in ``test_machines.py``, and a plain interpreter in ``test_wheel.py``.
 
 Every line of the output is accounted for: what we print, what the launcher prints, and nothing else.
 """
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.commands import TRAIN, Result, Server, digest, launcher, metrics, run, write_config
+from tests.e2e.commands import PYTHON, TRAIN, Result, Server, digest, launcher, metrics, run, started, write_config
+from tests.e2e.interrupted import until
 from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
@@ -41,6 +44,7 @@ OURS = [
     r"export: .*",
     r"run folder: .*",
     r"curves:     tensorboard --logdir .*",
+    r"next:       deepstow chat .*",
     r"",
     r"DeepSpeed compiles its collectives for CPUs; only once, .*",
 ]
@@ -90,8 +94,8 @@ def test_every_line_is_ours_or_the_launchers(finished: Finished) -> None:
     assert [line.split("  ")[0] for line in finished.lines if line.startswith("step ")] == [
         f"step {step}/{STEPS}" for step in range(1, STEPS + 1)
     ]
-    ours = [line for line in finished.lines if line.startswith(("export:", "run folder:", "curves:"))]
-    assert [line.split()[0] for line in ours] == ["export:", "run", "curves:"]
+    ours = [line for line in finished.lines if line.startswith(("export:", "run folder:", "curves:", "next:"))]
+    assert [line.split()[0] for line in ours] == ["export:", "run", "curves:", "next:"]
     assert str(finished.folder) in ours[-1]
 
 
@@ -116,3 +120,15 @@ def test_all_train_the_same_weights(finished: Finished, server: Server, tmp_path
     config = write_config(tmp_path, data={"eval_fraction": 0.1}, training={"max_grad_norm": 0.0})
     server.run(finished.num_ranks, config).check()
     assert digest(finished.folder / "export") == digest(tmp_path / "run" / "export")
+
+
+def test_our_own_ranks_save_when_their_launcher_is_asked_to_stop(tmp_path: Path) -> None:
+    """SIGTERM to that process alone. All ranks end, and the exit code is theirs."""
+    config = write_config(tmp_path, training={"max_steps": 1000, "save_strategy": "steps", "save_steps": 1000})
+    ours = [PYTHON, "-m", "deepstow.launch.cli", "train", "--ranks", "2", "--config", str(config)]
+    job = started(ours, tmp_path, OMP_NUM_THREADS="1")
+    until(lambda: "step 2/1000" in job.text, job, "training")
+    os.kill(job.pid, signal.SIGTERM)
+    result = job.wait().check(10).quiet()
+    (said,) = result.lines("SIGTERM: step ")
+    assert (tmp_path / "run" / f"checkpoint-{said.split()[2]}" / "manifest.json").is_file()

@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what the checkout has: a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "copy"
-    for name in ("deepstow", *FOLDERS):
+    for name in ("deepstow", *FOLDERS, "docs", "configs", ".ci"):
         shutil.copytree(
             REPO / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("records", "__pycache__")
         )
@@ -85,6 +85,13 @@ def test_the_wheel_has_every_module_and_no_other_name(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == there | {"deepstow/__init__.py"}
     (metadata,) = {name.partition("/")[0] for name in names} - {"deepstow"}
     assert metadata.endswith(".dist-info")
+
+
+def test_the_wheel_has_every_page_and_config(wheel: Path) -> None:
+    there = set(zipfile.ZipFile(wheel).namelist())
+    pages = [path for path in (REPO / "docs").rglob("*.md") if "examples" not in path.parts]
+    wanted = [*pages, *(REPO / "configs").rglob("*.yaml"), *(REPO / "configs").rglob("*.json")]
+    assert {f"deepstow/{path.relative_to(REPO)}" for path in wanted} | {"deepstow/mkdocs.yml"} <= there
 
 
 @pytest.mark.slow

@@ -58,6 +58,21 @@ def prepare(tokenizer: Any, said: list[str] | None = None, **options: Any) -> An
     return preparing.prepare(section, tokenizer, VOCAB, 0, Path("prepared"), say)
 
 
+def test_many_dropped_rows_are_a_warning_at_each_start(tokenizer: Any) -> None:
+    """A line of its own, with the cure for most of them, also where the rows are prepared already."""
+    good, masked = IDS[0], IDS[5]
+    write([*[good] * 8, *[masked] * 2])
+    said: list[str] = []
+    prepare(tokenizer, said)
+    assert not any("WARNING" in line for line in said), "a fifth is not more than a fifth"
+    write([*[good] * 7, *[masked] * 2])
+    line = "data: d.jsonl: 2 of 9 rows are dropped: 2 without a token that is trained on; deepstow train --show-sample"
+    for _ in range(2):
+        said.clear()
+        prepare(tokenizer, said)
+        assert [each for each in said if each.startswith(f"WARNING: {line}")] == said[-1:]
+
+
 @pytest.mark.parametrize("how", EXPECTED)
 def test_long_rows(how: str, tokenizer: Any) -> None:
     write(IDS)

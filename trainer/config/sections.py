@@ -140,6 +140,9 @@ class ModelSection(Section):
         "classification: one label per row, several, or numbers; not set means the saved model's own, or one label."
     )
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
+    adapter: NonEmpty | None = option(
+        "Folder of a saved LoRA adapter that training goes on with; it says model.lora, its base and its tokenizer."
+    )
     quantization_config: QuantizationSection | None = option("Base weights in 4 or 8 bits under model.lora.")
 
     @property

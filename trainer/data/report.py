@@ -27,6 +27,14 @@ UNTRAINED = "without a token that is trained on"
 BEYOND = "whose first trained token is beyond data.max_length"
 LONG = "longer than data.max_length"
 
+MANY = 5  # a share of one in so many dropped rows is a warning
+CURES = {
+    EMPTY: "look at these rows, or at data.columns",
+    UNTRAINED: "deepstow train --show-sample shows what is trained on",
+    BEYOND: "raise data.max_length",
+    LONG: "raise data.max_length, or write data.excess_length_strategy: truncate",
+}
+
 PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
 MOST = 5  # lines, and further places in a line
 
@@ -121,6 +129,15 @@ class Tally:
     def _dropped(self) -> str:
         return ", ".join(f"{number:,} {why}" for why, number in sorted(self.dropped.items()))
 
+    def warning(self) -> str:
+        """A line about many dropped rows, with the cure for most of them; empty if they are few."""
+        dropped = self.dropped.total()
+        if dropped * MANY <= dropped + self.rows:
+            return ""
+        ((most, _),) = self.dropped.most_common(1)
+        what = f"{dropped:,} of {dropped + self.rows:,} rows are dropped"
+        return f"data: {self.name}: {what}: {self._dropped()}; {CURES[most]}"
+
     def line(self) -> str:
         """All of it but the lengths."""
         notes = [f"dropped: {self._dropped()}"] if self.dropped else []
@@ -139,7 +156,8 @@ def content(max_length: int, made: Iterable[tuple[list[Tally], list[str]]]) -> d
     hashes = [[tally.hashes.sorted() for tally in side] for side in sides]
     if len(hashes) == 2 and (both := sum(among(each, hashes[1]) for each in hashes[0])):
         said.append(f"data: {both:,} of the evaluation documents are trained on, too")
-    return {"max_length": max_length, "sources": sources, "lines": said}
+    warnings = [line for side in sides for one in side if (line := one.warning())]
+    return {"max_length": max_length, "sources": sources, "lines": said, "warnings": warnings}
 
 
 def text(report: Mapping[str, Any]) -> str:

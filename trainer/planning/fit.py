@@ -159,6 +159,15 @@ class Fit:
         whole = (row for row in rows if row.kind == "full" and row.ranks <= self.ranks.world_size)
         return rows if any(row.fits for row in whole) else [*rows, *self._rows_divided()]
 
+    def own(self, *, plain: bool = False) -> list[FitRow]:
+        """Ways of training what the config trains: as it is and, unless ``plain``, with each strategy that saves memory
+        and with all of them.
+        """
+        way = next(each for each in _plain(self.config) if each.kind == _kind(self.config))
+        names = [name for name in _saving() if not _fit(name).needs_ranks]
+        groups = [[]] if plain else [[], *([name] for name in names), names]
+        return [self._row(way.using(group), self.ranks) for group in groups]
+
     def heading(self) -> list[str]:
         """Model, machine and its memory, tokens and precision, and how to change them."""
         machine, section, training = self.machine, self.config.model, self.config.training
@@ -357,7 +366,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
         if section == "training" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
     model = dict(tree["model"])
-    own = model.pop("lora", None)
+    own, _ = model.pop("lora", None), model.pop("adapter", None)
     if own is not None and model["dtype"] == "bfloat16":
         model["dtype"] = "float32"  # bf16 was for the frozen weights
     bits = model.pop("quantization_config", None)

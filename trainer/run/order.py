@@ -32,10 +32,11 @@ from deepstow.strategies.engine import StowOptimizer
 from deepstow.strategies.planner.step_cost import plan_cost, step_flops
 from deepstow.strategies.report import full_report
 from deepstow.strategies.state.sealed import digest_of
+from deepstow.trainer.config.saved_adapter import base_of
 from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data import endings, teacher
 from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.data import rows as task_rows
-from deepstow.trainer.data import teacher
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import check_batch, check_packing
 from deepstow.trainer.data.prepare import Prepared
@@ -155,11 +156,25 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         for each in plans:
             refuse_impossible(each)
     machines.refuse_without_room(config, ranks, plan, run.say)
+    if ranks.is_first:
+        ends = endings.ends_of(tokenizer, config_of(config), config.model.name_or_path)
+        for line in filter(None, (other_base(config), endings.never_ends(prepared, tokenizer, ends))):
+            run.say(warning(line))
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     for line in resumed.said if resumed else ():
         run.say(line)
     return run
+
+
+def other_base(config: RunConfig) -> str:
+    """A line if the adapter that training goes on with names another base; empty if not. Its weights fit both."""
+    section = config.model
+    base = base_of(section.adapter) if section.adapter is not None else None
+    if base is None or section.name_or_path is None or Path(base).resolve() == Path(section.name_or_path).resolve():
+        return ""
+    what = f"the adapter was trained on {base}, and model.name_or_path is {section.name_or_path}"
+    return f"model.adapter: {what}: on other weights it means nothing"
 
 
 def refuse_lost_weights(config: RunConfig, plan: Plan) -> None:
@@ -256,7 +271,9 @@ def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> di
     cost, edits = plan_cost(run.plan), advice(run.config, run.plan)
     other_mask = attention.trained_otherwise(run.config.model, config_of(run.config))
     remarks = [known_rates(run.machine).ignored, other_mask]
-    remarks += positions.beyond(run.config, run.plan.facts.run.positions)
+    known = run.plan.facts.run.positions
+    if collated(run.config, run.prepared.train).config.data.max_length > known:  # some row may be so long
+        remarks += positions.beyond(run.config, known)
     found = short(run.config, plans, edits, before, more=f"{run.folder / 'plan.txt'}, or deepstow plan --full")
     for line in [*filter(None, remarks), "\n".join(["", *found.lines, ""])]:
         write_line(line)
@@ -374,7 +391,8 @@ def make_trainer(run: Run) -> Trainer:
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
     # Stages cannot generate, and ranks that divide experts would end at different tokens.
     generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
-    sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
+    chats = endings.holds_chats(run.prepared)
+    sample = [SampleText(prompt, training.sample_prompts or (), file, chats=chats)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     plan_check = _plan_check(run)
     model: Any = make_model(run)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
@@ -72,7 +73,7 @@ from deepstow.trainer.run.order import Run
 from deepstow.trainer.run.quantized import exact_again
 from deepstow.trainer.run.resume_rules import leaves
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.table import only_language
+from deepstow.trainer.tasks.table import TASKS, only_language
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -277,6 +278,8 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
             train(seen[0], stop, together, watchdog)
             export_further(seen[0], together)
         together.on_first(ranks.rank, lambda: publish(config))  # where all ranks meet, before any says that it is over
+        if ranks.is_first:
+            write_line(following(config))
 
 
 def show_sample(config: RunConfig) -> None:
@@ -402,8 +405,14 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     if "tensorboard" in run.config.training.report_to:
         write_line(f"curves:     tensorboard --logdir {folder}")
-    if folder == Path("runs/quickstart"):
-        write_line("next:       deepstow train --config finetune")
+
+
+def following(config: RunConfig) -> str:
+    """What to type next: to talk to the export, or to read how else it is used."""
+    folder = Path(config.training.output_dir)
+    talks = TASKS[config.task].generates and not config.model.trust_remote_code and not config.model.attention_mask
+    command = f"deepstow chat {quote(str(folder))}" if talks else "deepstow docs use"
+    return f"next:       {command}{', or deepstow train --config finetune' * (folder == Path('runs/quickstart'))}"
 
 
 def make_room(config: RunConfig) -> None:

@@ -11,7 +11,7 @@ before training, since it does not exist then. ORPO is in TRL's ``experimental``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from deepstow.strategies.core.compose import requirements_of
 from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.protocol import Refusal, Requirement
 from deepstow.trainer.errors import DataError
+from deepstow.trainer.tasks.prompts import carried
 from deepstow.trainer.tasks.task import Field, Task, loaded
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
 
 ANSWER = (str, list)  # a text, or a list of messages
-PAIR = (Field("prompt", ANSWER), Field("chosen", ANSWER), Field("rejected", ANSWER))
+PAIR = (Field("chosen", ANSWER), Field("rejected", ANSWER), Field("prompt", ANSWER, required=False))
 
 
 class Preference(Task):
@@ -38,6 +39,7 @@ class Preference(Task):
     adds_adapters = True
     folder = "trainer"  # of TRL, where its trainer is
     fused = False  # the loss reads the head's weight by itself, through TRL's fused head
+    splits = True  # the loss counts the answer's tokens alone
 
     def sequences(self, config: RunConfig) -> int:
         return 1 + any(field.name == "rejected" for field in self.fields)
@@ -59,12 +61,16 @@ class Preference(Task):
     ) -> list[dict[str, Any] | str]:
         if tokenizer.eos_token is None:
             raise DataError("model.tokenizer: it has no eos token, with which an answer ends; name one that has")
-        texts = [name for name in ("prompt", "chosen", "rejected", "completion") if name in rows[0]]
-        mixed = "prompt and answers are not all text, or all lists of messages"
-        kinds = [{type(row[name]) for name in texts} for row in rows]
-        return [
-            mixed if kind != kinds[0] or len(kind) > 1 else dict(row) for row, kind in zip(rows, kinds, strict=True)
-        ]
+        answers = tuple(name for name in ("chosen", "rejected", "completion") if name in rows[0])
+        made = [carried(row, answers, needed=self.splits) for row in rows]
+        mixed = "the rows are not all text, or all lists of messages"
+        first = next((type(row[answers[0]]) for row in made if isinstance(row, dict)), None)
+        return [mixed if isinstance(row, dict) and type(row[answers[0]]) is not first else row for row in made]
+
+    def note(self, columns: Collection[str]) -> str:
+        if "prompt" in columns or not self.splits:
+            return ""
+        return "the rows have no prompt column: what chosen and rejected share from their beginning is the prompt"
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         given = {"gradient_checkpointing": False, **given, "max_length": config.data.max_length}
@@ -74,6 +80,17 @@ class Preference(Task):
 
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         return {}
+
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """TRL copies a saved adapter, which is the reference, and rounds those of a quantised base to bfloat16."""
+        made = adapt(model)
+        if self.has_reference and config.model.adapter is not None:
+            made.add_adapter("ref", made.peft_config["default"])
+        if config.model.quantization_config is not None:
+            for parameter in made.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.bfloat16()
+        return made
 
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
         return super().targets(ids, config) if self.fused else {}
@@ -120,7 +137,8 @@ class Reward(Preference):
     """A number for each text, larger for the chosen one."""
 
     name = "reward"
-    fields = (*PAIR[1:], Field("prompt", ANSWER, required=False), Field("margin", (float, int), required=False))
+    fields = (*PAIR, Field("margin", (float, int), required=False))
+    splits = False
     model_class = "transformers.AutoModelForSequenceClassification"
     trainer, arguments = "trl.RewardTrainer", "trl.RewardConfig"
     adapters = "SEQ_CLS"
@@ -137,6 +155,21 @@ class Orpo(Preference):
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**super().complete(given, config), "remove_unused_columns": False}
+
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """TRL's experimental trainers leave that to PEFT: what rests in 16 bits beside a quantised base becomes
+        float32, and in mixed precision adapters, embeddings and head of one in 4 bits are rounded.
+        """
+        section = config.model.quantization_config
+        if section is None or config.model.adapter is not None:
+            return adapt(model)
+        from peft import prepare_model_for_kbit_training
+        from trl.experimental.utils import peft_module_casting_to_bf16
+
+        made = adapt(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
+        if config.training.bf16 and section.load_in_4bit:
+            peft_module_casting_to_bf16(made)
+        return made
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from torch.nn.functional import cross_entropy
