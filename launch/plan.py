@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from deepstow.launch import cli
 from deepstow.launch.shipped import load
 from deepstow.strategies.core.sizes import parse_bytes
-from deepstow.trainer.errors import ConfigError, warning, write_line
+from deepstow.trainer.errors import ConfigError, ExitCode, warning, write_line
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if f"--{name}" in words:
             rest = shlex.join(word for word in words if word != f"--{name}")
             write_line(f"deepstow plan --{name} is a command of its own: deepstow {name} {rest}".rstrip(), sys.stderr)
-            return cli.ExitCode.CONFIG
+            return ExitCode.CONFIG
     given = parse(words)
     if given.schema or given.check:
         return cli.answered(lambda: show_file(given.check))

@@ -146,5 +146,5 @@ def _lacking(answer: Answer) -> Iterator[str]:
         short = {"device": each.device, "host": each.host}
         lacks = " and ".join(f"{human(size)} of {name} memory" for name, size in short.items() if size)
         exact = each.degrees.offload is Stowed.NOTHING
-        about = "" if exact else " (estimated; the config without --search says exactly)"
+        about = "" if exact else " (estimated; deepstow plan with the config says exactly)"
         yield f"{words(each.degrees)}: lacks {lacks} per rank{about}"

@@ -93,7 +93,7 @@ def lines(
     """
     plan = max(plans, key=lambda each: each.peak(Tier.DEVICE))
     lacking = missing(plan, budgets)
-    head = [_title(plan, lacking), *_memory(plans, plan, budgets), _row("step", _step(plan))]
+    head = [_title(plan, lacking), *_memory(plans, plan, budgets), _row("time per step", _step(plan))]
     done = [_row(name, words) for name, words in effects(plan, asked).items()]
     if len(done) > MOST_STRATEGIES:
         rest = ", ".join(line.split()[0] for line in done[MOST_STRATEGIES - 1 :])

@@ -31,7 +31,7 @@ LAUNCHERS_OWN = {
 OURS = [
     r"data: .*",
     r"plan: it fits\. 0\.\d+ M parameters, fp32, (1 rank|2 ranks) on cpu, \d+ tokens per step",
-    r"(device memory|host memory|step|zero|more)  .*",
+    r"(device memory|host memory|time per step|zero|more)  .*",
     r"step \d/4  \d+%  loss \d.*  lr .*  grad .* tok/s  host .* MiB  eta .*",
     r"measured after step 2:",
     r"process memory  .*",

@@ -266,7 +266,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     given = ["--config", str(write(tmp_path)), "--world-size", "2", "--profile", "h100-sxm-pcie5"]
     assert main([*given, "--gpu-memory", "1MiB", "--host-memory", "8GiB"]) == 2
     first, *nearest = capsys.readouterr().err.split("before\n")[1].splitlines()
-    assert first.startswith("--search: nothing fits on 2 ranks of NVIDIA H100 80GB HBM3 with 1.0 MiB; nearest:")
+    assert first.startswith("deepstow search: nothing fits on 2 ranks of NVIDIA H100 80GB HBM3 with 1.0 MiB; nearest:")
     assert 1 <= len(nearest) <= 3 and all("lacks" in line and "device memory per rank" in line for line in nearest)
 
 

@@ -132,7 +132,7 @@ def test_the_median_of_the_first_steps_counts(tmp_path: Path, monkeypatch: Any, 
         check.on_step_end(None, TrainerState(global_step=step, is_world_process_zero=True), None)
     check.on_train_end(None, TrainerState(global_step=4, is_world_process_zero=True), None)
     *_, title, row = capsys.readouterr().out.splitlines()
-    assert (title, row) == ("measured in steps 2 to 4:", "step            2 s; simulated: 1 s, 50% less")
+    assert (title, row) == ("measured in steps 2 to 4:", "time per step   2 s; simulated: 1 s, 50% less")
     monkeypatch.setattr(plan_check, "plan_cost", lambda plan: None)
     check.on_train_end(None, TrainerState(global_step=4, is_world_process_zero=True), None)
     assert capsys.readouterr().out == "measured in steps 2 to 4: 2 s per step, 8 tokens/s\n", "also without rates"

@@ -60,7 +60,7 @@ def test_a_plan_and_a_search_say_what_a_run_takes(
     asked = ["--tokens", "15M", "--price-per-gpu-hour", "2.5", "--profile", "h100-sxm-pcie5"]
     assert main([*write(tmp_path, offload={"site": "host"}), *asked]) == 0
     said = capsys.readouterr().out
-    simulated = float(said.split("\nstep ")[1].split()[0])
+    simulated = float(said.split("\ntime per step ")[1].split()[0])
     ((ranks, _, seconds, *_), *_) = rows_of(said)
     assert ranks == "1" and float(seconds) == pytest.approx(simulated, rel=1e-2)
 

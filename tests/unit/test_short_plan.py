@@ -44,8 +44,8 @@ def test_every_number_is_the_plan_s() -> None:
     assert row(lines, "device memory") == f"{human(plan.peak(Tier.DEVICE))} of 10.0 GiB"
     assert row(lines, "host memory").startswith(f"{human(plan.peak(Tier.HOST))} of 20.0 GiB")
     rate = plan.facts.run.tokens_per_step / cost.seconds
-    assert row(lines, "step").startswith(f"{cost.seconds:.3g} s (simulated; rates: ")
-    assert f"{rate:,.0f} tokens/s; bound by compute (" in row(lines, "step")
+    assert row(lines, "time per step").startswith(f"{cost.seconds:.3g} s (simulated; rates: ")
+    assert f"{rate:,.0f} tokens/s; bound by compute (" in row(lines, "time per step")
     state = sum(plan.total(kind, Tier.HOST) for kind in (Kind.MASTER, Kind.MOMENT))
     assert f"{human(state)} of optimizer state; updates: 100% on the CPU" in row(lines, "offload")
 
@@ -59,9 +59,9 @@ def test_a_step_that_moves_nothing_has_its_updates() -> None:
     update_s = 28 * about.num_trainable / about.machine.rates.device_bytes_per_s
     assert step.seconds == pytest.approx(15.0 + update_s, rel=1e-6) and step.share == pytest.approx(1.0)
     assert short_plan.simulated(Plan.baseline(known(None))) is None
-    assert "doctor --rates" in row(said(Plan.baseline(known(None))), "step")
+    assert "doctor --rates" in row(said(Plan.baseline(known(None))), "time per step")
     over = Plan.baseline(known(FAST, world_size=2))
-    assert short_plan.simulated(over) is None and "deepstow search" in row(said(over), "step")
+    assert short_plan.simulated(over) is None and "deepstow search" in row(said(over), "time per step")
 
 
 def test_at_most_twelve_lines_whatever_there_is_to_say() -> None:

@@ -202,10 +202,12 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             left, top = LEFT + place * across, floor - (height - 100) * number / most
             pen.rectangle((left, top, left + across - 2, floor), fill=PARTS[0])
             if low <= limit < high:
-                pen.line((left + across / 2, floor - height + 76, left + across / 2, floor), RED, 2)
-                pen.text((left + across / 2 + 6, floor - height + 60), f"data.max_length {limit:,}", RED, FONT)
+                at = left + across * math.log(limit / low) / math.log(high / low)  # the axis is logarithmic
+                pen.line((at, floor - height + 76, at, floor), RED, 2)
+                pen.text((at + 6, floor - height + 60), f"data.max_length {limit:,}", RED, FONT)
             if place % max(1, len(bins) // 12) == 0:
                 pen.text((left, floor + 4), f"{low:,}", INK, FONT)
         pen.text((MARGIN, floor - height + 92), f"{most:,} rows", INK, FONT)
+        pen.text((MARGIN, floor + 4), "tokens", INK, FONT)
         pen.line((LEFT, floor, WIDTH - MARGIN, floor), GRID)
     image.save(path)

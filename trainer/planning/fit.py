@@ -29,7 +29,7 @@ from deepstow.strategies.core.on_disk import disk_bytes
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import FitOptions, Phase
 from deepstow.strategies.core.registry import available, find, rules
-from deepstow.strategies.core.sizes import OVERHEAD_BYTES, SHARE, human
+from deepstow.strategies.core.sizes import SHARE, human
 from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.report.short_plan import simulated
 from deepstow.strategies.report.table import table
@@ -68,7 +68,7 @@ def config_of(model: str | None, overrides: Sequence[str], *, accelerated: bool)
     """
     if model is None and not any(each.startswith("model.config") for each in overrides):
         raise ConfigError(
-            "--fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "
+            "deepstow fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "
             "model.config.hidden_size=4096 and the other sizes"
         )
     section: Tree = {"name_or_path": model} if model is not None else {"tokenizer": TOKENIZER}
@@ -285,7 +285,7 @@ class Fit:
             return replace(row, refused=str(error).splitlines()[0])
         needed, missing = {tier: plan.peak(tier) for tier in Tier}, _missing(plan)
         step = None if missing else simulated(plan)
-        return replace(row, needed=needed, missing=missing, seconds=step and step.seconds)
+        return replace(row, needed=needed, missing=missing, seconds=None if step is None else step.seconds)
 
     def _planned(self, way: FitRow, ranks: Ranks, machine: Machine) -> Plan:
         """The plan of ``way``; of stages, that which needs most."""
@@ -308,8 +308,7 @@ class Fit:
             on_device = short.needed
         except (ConfigError, ValueError):
             return None
-        overhead = OVERHEAD_BYTES.get(machine.device_kind, 0)
-        enough = max(machine.device_total_bytes, int(on_device / SHARE) + 1, on_device + overhead)
+        enough = max(machine.device_total_bytes, int(on_device / SHARE) + 2)
         try:
             self._planned(row, ranks, replace(machine, device_total_bytes=enough))
         except TooLargeError as short:
@@ -437,10 +436,9 @@ def _changed(key: Key, old: Tree, new: Tree) -> Iterator[str]:
 
 def lines(rows: Sequence[FitRow]) -> list[str]:
     """The answer, then one row per way of training; further changes are below their row."""
-    common = [line for line in rows[0].write if all(line in row.write for row in rows if row.kind != INEXACT)]
+    common = [line for line in rows[0].write if all(line in row.write for row in rows)]
     cells = [cell for number, row in enumerate(rows, 1) for cell in _cells(number, row, common)]
-    some = any(line not in row.write for row in rows for line in common)  # an inexact one that changes more there
-    always = [f"in every row{' that has no other' * some}: {quote(line)}" for line in common]
+    always = [f"in every row: {quote(line)}" for line in common]
     parts = [(what, [row for row in rows if row.kind == kind]) for kind, what in KINDS.items()]
     answers = [_answer(what, some) for what, some in parts if some]
     header, several = list(HEADER), len({row.ranks for row in rows}) > 1

@@ -53,7 +53,7 @@ PRINTED = {
     "process, peak": "process memory",
     "link up, step 2": "link up",
     "link down, step 2": "link down",
-    "a step": "step",
+    "a step": "time per step",
 }
 SAME = 0.005  # relative difference that is not said
 
