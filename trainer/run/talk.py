@@ -28,6 +28,7 @@ from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.data import bounds
+from deepstow.trainer.distributed.exit_file import NAME as EXIT
 from deepstow.trainer.distributed.exit_file import code_in
 from deepstow.trainer.errors import MEANINGS, ConfigError, UserError, first_line, let_go, printable_lines
 from deepstow.trainer.machine.probe import host_memory
@@ -77,9 +78,15 @@ def place_of(path: Path) -> Place:
 
 def _unfinished(run: Path) -> str:
     """Why a run has no export, and how it gets one."""
-    code = code_in(run)
-    ended = "it has not ended, or was killed" if code is None else MEANINGS.get(code, f"it ended with exit code {code}")
-    how = f"deepstow train --config {run / OF_RUNS[0]} training.resume_from_checkpoint=auto goes on with it"
+    code, ranks = code_in(run), 1
+    if code is None:
+        ended = "it has not ended, or was killed"
+    else:
+        ended = MEANINGS.get(code, f"it ended with exit code {code}")
+        ranks = json.loads((run / EXIT).read_bytes()).get("ranks")
+    several = f" --ranks {ranks}" if isinstance(ranks, int) and ranks > 1 else ""
+    command = f"deepstow train{several} --config {run / OF_RUNS[0]}"
+    how = f"{command} training.resume_from_checkpoint=auto goes on with it"
     return f"the run has no export, which it makes at its end: {ended}; {how}"
 
 
