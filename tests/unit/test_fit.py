@@ -49,14 +49,21 @@ def rows_of(machine: Machine, *overrides: str, more: tuple[int, ...] = ()) -> li
 @pytest.fixture(scope="module")
 def tight() -> list[FitRow]:
     """On a card that holds the training state of neither all weights nor what plain training saves."""
-    return rows_of(card(5 << 20), more=(2, 4))
+    return rows_of(card(5 << 20), more=(2,))
+
+
+@pytest.fixture
+def whole_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rows of adapters."""
+    plain = fit._plain
+    monkeypatch.setattr(fit, "_plain", lambda config: plain(config)[:1])
 
 
 def test_what_does_not_fit_as_it_is_fits_otherwise(tight: list[FitRow]) -> None:
     by_name = {(row.training, row.ranks): row for row in tight}
     assert not by_name["full", 1].fits and not by_name["LoRA", 1].fits
     assert by_name["full + recompute + offload", 1].fits and by_name["LoRA + recompute + offload", 1].fits
-    assert {row.ranks for row in tight} == {1, 2, 4}
+    assert {row.ranks for row in tight} == {1, 2}
     lora, qlora = by_name["LoRA", 1], by_name["QLoRA", 1]
     saved = [row.needed[Tier.DEVICE] for row in (lora, qlora)]
     linears = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # two bytes a weight become half a byte, and scales
@@ -88,7 +95,7 @@ def test_what_the_machine_has_is_kept() -> None:
 
 
 @pytest.mark.slow
-def test_state_in_fewer_bits_is_an_answer_of_its_own() -> None:
+def test_state_in_fewer_bits_is_an_answer_of_its_own(whole_alone: None) -> None:
     """Tried where all of it does not fit into memory, until it does; with a disk all of it does."""
     machine = card(5 << 20, int(((1 << 30) + (6 << 20)) / 0.9))
     rows = rows_of(machine, "model.config.num_hidden_layers=12")
@@ -184,10 +191,8 @@ def test_a_host_that_is_too_small_is_named_and_how_much_would_do() -> None:
     assert row.instead == words and any(line.endswith(f"({words})") for line in lines([row]))
 
 
-def test_with_a_disk_what_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_disk_what_memory_does_not_hold(whole_alone: None) -> None:
     """As many whole gigabytes as its plan takes; not where the config has a disk."""
-    plain = fit._plain
-    monkeypatch.setattr(fit, "_plain", lambda config: plain(config)[:1])
     machine = card(5 << 20, int(((1 << 30) + (3 << 20)) / 0.9))
     layers = "model.config.num_hidden_layers=6"
     rows = rows_of(machine, layers)
@@ -199,7 +204,9 @@ def test_with_a_disk_what_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) 
     layout = plan_of(build(row.tree), HERE, machine).layout
     assert layout is not None and 0 < disk_bytes(layout) <= fit.GB
     assert lines(rows)[0].startswith("full fine-tuning fits with a disk of 1 GB: full + recompute + offload + disk, ")
-    assert not any(row.disk for row in rows_of(machine, layers, "strategies.offload={disk: /d, disk_memory: 2KiB}"))
+    disk = "strategies.offload={disk: /d, disk_memory: 2KiB}"
+    named = config_of(None, [*OVERRIDES, *SMALL, disk], accelerated=True)
+    assert not [*Fit(named, HERE, machine)._on_disk([row for row in rows if not row.disk])]
 
 
 def write_config(folder: Path) -> Path:
@@ -212,8 +219,12 @@ def write_config(folder: Path) -> Path:
     return path
 
 
-def test_a_row_is_written_as_a_whole_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_written_as_a_whole_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Model and data are kept, what nobody set stays out, and the plan of the file is the row's."""
+    plain = fit._plain
+    monkeypatch.setattr(fit, "_plain", lambda config: plain(config)[:2])
     config, out = write_config(tmp_path), tmp_path / "fits.yaml"
     given = ["--profile", "rtx4090-pcie4", "--gpu-memory", "5MiB"]
     assert main([*given, "--config", str(config), "--write", str(out)]) == 0
