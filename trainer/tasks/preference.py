@@ -10,7 +10,8 @@ On a base in 4 or 8 bits TRL rounds adapters to bfloat16, except for ORPO; so ar
 bits. The memory engine has a float32 master of whatever is in bfloat16: its bits are those of TRL with such masters.
 
 Refused: a second model as reference, which no plan has a place for; DeepSpeed's engine where the reference is asked
-before training, since it does not exist then; a head in few bits, whose weight DPO and KTO read. ORPO is in TRL's ``experimental`` folder; a release may move it.
+before training, since it does not exist then; a head in few bits, whose weight DPO and KTO read. ORPO is in TRL's
+``experimental`` folder; a release may move it.
 """
 
 from __future__ import annotations
