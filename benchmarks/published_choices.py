@@ -1,4 +1,4 @@
-"""Simulated: our search beside degrees that others published and trained with; the tables in docs/parallel.md.
+"""Simulated: our search beside degrees that others published and trained with; the tables in published_choices.md.
 
     python -m deepstow.benchmarks.published_choices
 

@@ -101,7 +101,7 @@ def measure(argv: Sequence[str]) -> int:
     given = parse(argv)
     ranks = getattr(given, "ranks", 1)
     settle_environment(Ranks(0, 0, ranks, ranks), cores()[1])  # torch's threads, here and in contenders' processes
-    command = shlex.join(["python", "launch/bench.py", *argv])
+    command = shlex.join(["deepstow", "bench", *argv])
     return record.answer(given.theme, *wanted(given), given.rounds, given.out, command, say)
 
 

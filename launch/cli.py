@@ -1,10 +1,10 @@
 """The command ``deepstow``: one word for each script in this folder, with the same code behind it.
 
     deepstow train --config my.yaml
-    deepstow plan --fit --model my-folder
+    deepstow fit --model my-folder
 
-``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them ``launch/train.py``. This
-module imports nothing heavy, so that help is immediate.
+``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them the checkout's
+``launch/train.py``. This module imports nothing heavy, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -28,28 +28,38 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 COMMANDS = {
+    "init": "write a first config for a task, a model and a card",
     "train": "train as a config file says",
-    "plan": "show what rests where, before a byte is spent; what fits; the best use of many ranks",
+    "plan": "does a run fit, how fast is it, what rests where: before a byte is spent",
+    "fit": "which ways of training a model fit into a machine; writes one as a config",
+    "search": "the best way to use many ranks",
     "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
     "doctor": "is this machine ready, and how fast is it",
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
     "watch": "a run on one screen while it trains",
     "compare": "two runs: settings that differ, speed, memory, losses and their curves",
+    "chat": "talk to the model that a run has exported",
+    "docs": "print a page of the documentation, or list them",
     "import": "make a config from that of DeepSpeed, Transformers, TRL, Accelerate, Axolotl or LLaMA-Factory",
 }
 FILES = {"import": "import_config"}  # of commands whose names cannot be a module's
 EXAMPLES = {
-    "train": ("--config my.yaml", "--config my.yaml training.learning_rate=1e-4 strategies.zero=null"),
-    "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
+    "init": ("lora --model my-folder --data my.jsonl --card rtx4090", "dpo --model my-folder --out dpo.yaml"),
+    "train": ("--config my.yaml training.learning_rate=1e-4", "--ranks 2 --config quickstart"),
+    "plan": ("--config my.yaml --profile rtx4090-pcie4", "--config my.yaml --full"),
+    "fit": ("--model my-folder --profile rtx4090-pcie4", "--config my.yaml --gpu-memory 24GiB --write fits.yaml"),
+    "search": ("--config my.yaml --ranks 64 --profile h100-sxm-pcie5", "--config my.yaml --ranks 8 --lossy"),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
     "watch": ("runs/mine", "runs/mine --once"),
     "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
+    "chat": ("runs/mine", 'runs/mine --prompt "What is a list?"'),
+    "docs": ("", "fit"),
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }
 OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG, ExitCode.DATA)  # of the commands that do not train
-DOCS = "docs: docs/index.md in the repository; every key of a config: docs/config.md, or deepstow train --schema"
+DOCS = "pages: deepstow docs; every key of a config: deepstow docs config, or deepstow train --schema"
 
 
 def explained(parser: P, name: str, doc: str | None) -> P:
@@ -75,7 +85,7 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 def needs_config(words: Sequence[str]) -> str:
     """The answer to a command line without a config, whose other ``words`` may name it."""
     named = (word for word in words if word.endswith((".yaml", ".yml")))
-    return f"--config FILE is required; try --config {next(named, 'configs/quickstart.yaml')}"
+    return f"--config FILE is required; try --config {next(named, 'quickstart')}"
 
 
 def answered(work: Callable[[], int | None]) -> int:
@@ -100,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names. Returns its exit code."""
     first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if first in COMMANDS:
-        if first == "plan":
-            gc.set_threshold(1_000_000)  # as launch/plan.py does, and for its reason
+        if first in ("plan", "fit", "search"):
+            gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
         code: int = import_module(f"deepstow.launch.{FILES.get(first, first)}").main(rest)
         return code
     if first in ("-h", "--help"):

@@ -18,6 +18,7 @@ if __name__ == "__main__":  # runs where the package is not installed, too
 
 from deepstow.launch import cli
 from deepstow.strategies.report.table import table
+from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.errors import ConfigError, write_line
 from deepstow.trainer.run import history
 from deepstow.trainer.run.resume_rules import differences
@@ -52,10 +53,22 @@ def _compare(folders: Sequence[Path], plot: Path | None) -> None:
 
 
 def _changed(first: Any, second: Any) -> Iterator[tuple[str, str, str]]:
+    """A row for each key: of a section that only one of the runs has, for each key in it."""
     for key, old, new in differences(first, second):
-        if key not in ("training.output_dir", "training.resume_from_checkpoint"):
-            before, after = ("not set" if value is None else json.dumps(value) for value in (old, new))
-            yield key, before, after
+        if key in ("training.output_dir", "training.resume_from_checkpoint"):
+            continue
+        before, after = (_flat(key, value) for value in (old, new))
+        for name in before | after:
+            if before.get(name) != after.get(name):
+                yield name, _shown(before.get(name)), _shown(after.get(name))
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
+
+
+def _flat(key: str, value: Any) -> dict[str, Any]:
+    return {".".join(name): each for name, each in leaves((key,), value)}
 
 
 if __name__ == "__main__":

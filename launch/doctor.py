@@ -38,8 +38,12 @@ from deepstow.trainer.errors import ConfigError, ExitCode, write_line
 from deepstow.trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from deepstow.trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
 
-REPO = Path(__file__).resolve().parent.parent
-INSTALL = "make setup"
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"  # of a checkout; an installed package has none
+
+
+def install(need: str) -> str:
+    """The command that brings a package; in a checkout all of them, at the pinned versions."""
+    return "make setup" if PROJECT.exists() else f"{sys.executable} -m pip install --force-reinstall '{need}'"
 
 
 class Status(StrEnum):
@@ -87,7 +91,8 @@ def package_rows(pyproject: Path) -> Iterator[Row]:
 
     requires, dependencies, optional = declared(pyproject)
     python = platform.python_version()
-    cure = f"make setup PYTHON=python3.12   # needs {requires}"
+    cure = "make setup PYTHON=python3.12" if pyproject.exists() else "python3.12 -m venv NEW, and install there"
+    cure += f"   # needs {requires}"
     wrong = not SpecifierSet(requires).contains(python)
     yield checked("python", f"{python}  {sys.executable}", cure=cure, fail=wrong)
     for line in dependencies + optional:
@@ -99,7 +104,8 @@ def package_rows(pyproject: Path) -> Iterator[Row]:
             value, wrong = "missing", True
         if wrong:
             value += f", needs {need.specifier}" + (", for LoRA" if line in optional else "")
-        cure = f"{sys.executable} -m pip install -c constraints.txt '{line}'"
+        pinned = " -c constraints.txt" if pyproject.exists() else ""
+        cure = f"{sys.executable} -m pip install{pinned} '{line}'"
         yield checked(need.name, value, cure=cure, fail=wrong and line not in optional, warn=wrong)
 
 
@@ -111,7 +117,7 @@ def toolchain_rows() -> Iterator[Row]:
         value = f"{(done.stdout.splitlines() or [''])[0]}  {path}"
     yield checked("compiler", value, cure="apt-get install g++", fail=path is None)
     ninja = shutil.which("ninja")
-    yield checked("ninja", ninja or "missing", cure=INSTALL, fail=ninja is None)
+    yield checked("ninja", ninja or "missing", cure=install("ninja"), fail=ninja is None)
 
 
 def import_row(module: str) -> Row:
@@ -121,7 +127,8 @@ def import_row(module: str) -> Row:
     try:
         importlib.import_module(module)
     except Exception as error:  # any error of the package is the result
-        return Row(Status.FAIL, f"import {module}", f"{type(error).__name__}: {error}", INSTALL)
+        cure = install(module)
+        return Row(Status.FAIL, f"import {module}", f"{type(error).__name__}: {error}", cure)
     finally:
         logging.disable(logging.NOTSET)
     return Row(Status.OK, f"import {module}", human_duration(time.perf_counter() - began_s))
@@ -194,7 +201,7 @@ def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
     killed leaves a lock, and every later load waits for it without end.
     """
     library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
-    build = f"{sys.executable} launch/doctor.py --build"
+    build = "deepstow doctor --build"
     if lock.exists():
         value = f"locked for {human_duration(time.time() - lock.stat().st_mtime)}: a build is running or was killed"
         return Row(Status.WARN, op.name, value, f"rm {lock}   # only when no build is running; loading waits for it")
@@ -268,7 +275,7 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
         yield from failed
         return
     settle_environment(Ranks(), cores()[1])  # ninja and torch's builds are looked for as in a run
-    yield from package_rows(REPO / "pyproject.toml")
+    yield from package_rows(PROJECT)
     yield from toolchain_rows()
     loads = {}
     for module in ("torch", "deepspeed", "transformers"):

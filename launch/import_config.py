@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if out and out.exists() and not arguments.overwrite:
         raise ConfigError(f"--out {out}: there is such a file; name another, or add --overwrite")
     draft = imported(read_all(arguments.files, arguments.command, arguments.kind))
-    start = f"deepspeed --num_gpus {draft.ranks} launch/train.py" if (draft.ranks or 1) > 1 else "deepstow train"
-    command = f"{start} --config {out or 'FILE'}"
+    ranks = f" --ranks {draft.ranks}" if (draft.ranks or 1) > 1 else ""
+    command = f"deepstow train{ranks} --config {out or 'FILE'}"
     if out is None:
         write_line(draft.text(command).removesuffix("\n"))
     else:

@@ -1,7 +1,7 @@
-"""Show the plan of a run: which rank holds which tensors, where, how many bytes, and which strategy decided it and why.
+"""Show the plan of a run: does it fit, how long is a step, what binds, what does each strategy do, what would help.
 
-Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2, and a table says
-what would. ``--fit`` prints that table for any model and machine; its exit code is 0 whatever the answer is.
+Needs no accelerator, no weights and no data. ``--full`` has every tensor: where it rests, how many bytes, who decided
+it and why. If the training state does not fit, the exit code is 2, and a table says what would.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepstow.launch import cli
+from deepstow.launch.shipped import load
 from deepstow.strategies.core.sizes import parse_bytes
-from deepstow.trainer.config.load import load
-from deepstow.trainer.errors import ConfigError, write_line
+from deepstow.trainer.errors import ConfigError, ExitCode, warning, write_line
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from deepstow.trainer.machine.probe import Machine
 
 MOST_RANKS = 1_000_000
+MOVED = ("fit", "search")  # options of this command that are commands now
 
 
 def say(line: str) -> None:
@@ -38,22 +40,9 @@ def say(line: str) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = cli.explained(argparse.ArgumentParser(), "plan", __doc__)
+    add_common(parser)
     add = parser.add_argument
-    add("--config", metavar="FILE", help="the run's YAML file")
-    add("--fit", action="store_true", help="which ways of training this model fit into this machine")
-    add("--search", action="store_true", help="the best ways to use all ranks, simulated")
-    add("--lossy", action="store_true", help="with --search: compressed exchanges between machines, too")
-    add("--network", type=float, metavar="GBITS", help="with --search or --tokens: of a rank to other machines")
-    add("--tokens", metavar="N", help="what a run takes that is so long, as in 15B")
-    add("--price-per-gpu-hour", metavar="X", help="with --tokens: its cost, in any currency")
-    add("--power-watts", metavar="X", help="with --tokens: of a GPU and its share of the rest")
-    add("--mfu", metavar="X", help="with --tokens: the share of the peak beside the simulated step (0.4)")
-    add("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
-    add("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
-    add("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
-    add("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
-    add("--gpu-memory", type=_size, metavar="SIZE", help="of the device, instead of the machine's")
-    add("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
+    add("--full", action="store_true", help="every tensor, bucket and stage, who decided it and why")
     add("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
     add("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
     add("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
@@ -61,36 +50,61 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--measure", action="store_true", help="first time a few blocks on this machine")
     add("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     add("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
-    add("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    add_budget(parser)
     given = cli.parsed(parser, argv)
-    if wrong := _wrong(given):
+    if wrong := _wrong(given) or wrong_ranks(given):
         parser.error(wrong)
     return given
 
 
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Options of all commands that plan: the config, the ranks and the machine."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="the run's YAML file")
+    add("--ranks", "--world-size", dest="world_size", type=int, default=1, metavar="N", help="of the job (default 1)")
+    add("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
+    add_machine(parser)
+    add("overrides", nargs="*", metavar="key=value", help="changes to the config")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Options that say which machine."""
+    add = parser.add_argument
+    add("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
+    add("--gpu-memory", type=_size, metavar="SIZE", help="of the device, instead of the machine's")
+    add("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """Options about a whole run."""
+    add = parser.add_argument
+    add("--tokens", metavar="N", help="what a run takes that is so long, as in 15B")
+    add("--network", type=float, metavar="GBITS", help="of a rank to other machines, per second")
+    add("--price-per-gpu-hour", metavar="X", help="with --tokens: its cost, in any currency")
+    add("--power-watts", metavar="X", help="with --tokens: of a GPU and its share of the rest")
+    add("--mfu", metavar="X", help="with --tokens: the share of the peak beside the simulated step (0.4)")
+
+
 def _wrong(given: argparse.Namespace) -> str:
-    """What is wrong with options together, or one's number; empty if nothing is."""
+    """What is wrong with options together; empty if nothing is."""
     if given.measure and given.profile:
         return "--measure times this machine; leave --profile out"
-    if not (given.config or given.fit or given.schema or given.check):
+    if not (given.config or given.schema or given.check):
         return cli.needs_config(given.overrides)
-    if given.model and (given.config or not given.fit):
-        return "--model is for --fit, and instead of --config"
-    of_one = [name for name in ("plot", "explain", "deepspeed", "measure", "json", "tokens") if getattr(given, name)]
-    if given.fit and of_one:
-        return f"--{of_one[0]} is about one plan, and --fit compares several; leave one of the two out"
-    if given.search and (given.fit or {*of_one} - {"json", "tokens"}):
-        what = of_one[0] if of_one else "fit"
-        return f"--{what} is not for --search, which compares many plans; leave one of the two out"
-    if given.lossy and not given.search:
-        return "--lossy is for --search; a config has strategies.collectives.compress or local_steps"
-    if given.network is not None and not ((given.search or given.tokens) and 0 < given.network < float("inf")):
-        return f"--network {given.network:g}: must be more than 0, and is for --search and --tokens"
+    if given.network is not None and not given.tokens:
+        return f"--network {given.network:g}: is for --tokens, and for deepstow search"
+    return ""
+
+
+def wrong_ranks(given: argparse.Namespace) -> str:
+    """What is wrong with the numbers of ranks, or of their network; empty if nothing is."""
+    if given.network is not None and not 0 < given.network < float("inf"):
+        return f"--network {given.network:g}: must be more than 0"
     if not 1 <= given.world_size <= MOST_RANKS:
-        return f"--world-size {given.world_size}: must be from 1 to {MOST_RANKS}"
+        return f"--ranks {given.world_size}: must be from 1 to {MOST_RANKS}"
     local = given.ranks_per_machine
     if local is not None and not 1 <= local <= given.world_size:
-        return f"--ranks-per-machine {local}: must be from 1 to the world size, {given.world_size}"
+        return f"--ranks-per-machine {local}: must be from 1 to the number of ranks, {given.world_size}"
     return ""
 
 
@@ -103,13 +117,19 @@ def _size(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    given = parse(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    for name in MOVED:
+        if f"--{name}" in words:
+            rest = shlex.join(word for word in words if word != f"--{name}")
+            write_line(f"deepstow plan --{name} is a command of its own: deepstow {name} {rest}".rstrip(), sys.stderr)
+            return ExitCode.CONFIG
+    given = parse(words)
     if given.schema or given.check:
         return cli.answered(lambda: show_file(given.check))
 
     def answer() -> None:
         cli.refuse_paths(json=given.json, plot=given.plot)
-        (show_fit if given.fit else show_search if given.search else show)(given)
+        show(given)
 
     return cli.answered(answer)
 
@@ -121,10 +141,10 @@ def show(arguments: argparse.Namespace) -> None:
     machine, ranks = machine_of(arguments), ranks_of(arguments)
     from deepstow.strategies.parallel import deepspeed
     from deepstow.strategies.planner.step_cost import plan_cost
-    from deepstow.strategies.report import full_report
+    from deepstow.strategies.report import explain, full_report
     from deepstow.trainer.planning import evaluation
     from deepstow.trainer.planning.fit import explained
-    from deepstow.trainer.planning.from_config import advice, measure, plans_of, refuse_impossible
+    from deepstow.trainer.planning.from_config import advice, measure, plans_of, refuse_impossible, short
     from deepstow.trainer.planning.positions import beyond
 
     with explained(config, ranks, machine):
@@ -141,7 +161,16 @@ def show(arguments: argparse.Namespace) -> None:
     if evaluation.asked(config):
         line = evaluation.rows(config, plan).line
         before += [line] if line else []
-    write_line(full_report.text(plan, cost, advice(config, plan), plans, before))
+    edits = advice(config, plan)
+    if arguments.full:
+        write_line(full_report.text(plan, cost, edits, plans, before))
+    else:
+        found = short(
+            config, plans, edits, before, more="deepstow plan --full, --explain model.layers.0, --plot FILE.png"
+        )
+        write_line("\n".join(found.lines))
+        if found.lacks:
+            say(warning(found.lacks))
     for line in beyond(config, plan.facts.run.positions):
         say(line)
     if asked is not None:
@@ -152,9 +181,7 @@ def show(arguments: argparse.Namespace) -> None:
         of_units = {unit.name: each for each in plans for unit in each.facts.units}
         if arguments.explain not in of_units:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(of_units)}")
-        of_plan = of_units[arguments.explain]
-        unit = next(unit for unit in of_plan.facts.units if unit.name == arguments.explain)
-        write_line("\n".join(["", of_plan.explain(arguments.explain), *full_report.launched(unit)]))
+        write_line("\n".join(["", *explain.lines(of_units[arguments.explain], arguments.explain)]))
     if arguments.deepspeed:
         write_line(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:
@@ -164,33 +191,6 @@ def show(arguments: argparse.Namespace) -> None:
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
-
-
-def show_fit(arguments: argparse.Namespace) -> None:
-    """Print the table of what fits."""
-    config = config_of(arguments) if arguments.config else None
-    machine = machine_of(arguments)
-    from deepstow.trainer.planning import fit
-
-    written = None
-    if config is None:
-        config = fit.config_of(arguments.model, arguments.overrides, accelerated=machine.device_kind != "cpu")
-        written = fit.unwritten(config)
-    asked = fit.Fit(config, ranks_of(arguments), machine, written=written, say=say)
-    with config.placing():
-        write_line("\n".join(asked.lines(as_given=bool(arguments.config))))
-
-
-def show_search(arguments: argparse.Namespace) -> None:
-    """Print the best ways to use all ranks."""
-    asked = asked_of(arguments)
-    config, machine = config_of(arguments), machine_of(arguments)
-    from deepstow.trainer.planning.hybrid import search
-
-    lines, content = search(config, ranks_of(arguments), machine, arguments.network, say, asked, lossy=arguments.lossy)
-    write_line("\n".join(lines))
-    if arguments.json:
-        write(arguments.json, content)
 
 
 def asked_of(arguments: argparse.Namespace) -> Asked | None:

@@ -1,9 +1,9 @@
 """Train as a config file says.
 
-    deepspeed launch/train.py --config configs/quickstart.yaml [training.learning_rate=1e-4 ...]
+    deepstow train --ranks 2 --config quickstart [training.learning_rate=1e-4 ...]
 
-``python``, ``torchrun`` and ``accelerate launch`` start it as well. Nothing heavy is imported before the config is
-checked; if something is wrong with it, one rank prints that, and the exit code is 2.
+``deepspeed``, ``torchrun``, ``accelerate launch`` and ``python`` start this file as well. Nothing heavy is imported
+before the config is checked; if something is wrong with it, one rank prints that, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepstow.launch import cli
-from deepstow.trainer.config.load import json_schema, load
+from deepstow.launch.shipped import load
+from deepstow.trainer.config.load import json_schema
+from deepstow.trainer.distributed import launcher
 from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.distributed.ranks import GRACE_S, Ranks, from_environment, settle_environment
 from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
-from deepstow.trainer.errors import ExitCode, UserError, report, write_line
+from deepstow.trainer.errors import ExitCode, UserError, report, write_line, write_nothing
 from deepstow.trainer.machine.probe import cores
 
 
@@ -28,6 +30,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = cli.explained(argparse.ArgumentParser(), "train", __doc__)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="start so many processes on this machine, one per device"
+    )
     parser.add_argument("--show-sample", action="store_true", help="print one tokenised row of the data and stop")
     parser.add_argument("--data-report", action="store_true", help="print how long rows are, what is dropped, and stop")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="with --data-report: write a picture of it (PNG)")
@@ -38,7 +43,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not arguments.config and not arguments.schema:
         parser.error(cli.needs_config(arguments.overrides))
     if arguments.plot and not arguments.data_report:
-        parser.error("--plot is for --data-report; launch/plan.py --plot draws the step")
+        parser.error("--plot is for --data-report; deepstow plan --plot draws the step")
+    if arguments.ranks and (arguments.show_sample or arguments.data_report):
+        parser.error("--ranks: the data is shown by one process; leave it out")
     return arguments
 
 
@@ -48,6 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.schema:
         print(json.dumps(json_schema(), indent=2))
         return 0
+    if arguments.ranks is not None:
+        return cli.answered(lambda: start(arguments))
+    return of_rank(arguments)
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """Start the ranks that are asked for, and wait for them. Returns the exit code."""
+    launcher.refuse(arguments.ranks)
+    config = load(arguments.config, arguments.overrides, write_nothing)
+    if arguments.ranks == 1:
+        return of_rank(arguments)
+    if not config.training.use_cpu:
+        launcher.refuse_more_than_devices(arguments.ranks)
+    words = ["--config", arguments.config, *arguments.overrides]
+    return launcher.run(arguments.ranks, "deepstow.launch.train", words)
+
+
+def of_rank(arguments: argparse.Namespace) -> int:
+    """The run, as one of its ranks, or the only one. Returns the exit code."""
     ranks = from_environment()
     ended, code = ExitFile(ranks.rank, ranks.world_size), int(ExitCode.FAILED)
     try:
@@ -80,14 +106,14 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
     """Check the config, then run, or show the data. Returns the exit code."""
     shows = arguments.show_sample or arguments.data_report
     try:
-        config = load(arguments.config, arguments.overrides)
+        say = write_line if ranks.is_first else write_nothing
+        config = load(arguments.config, arguments.overrides, say)
         if not shows:
             stop.ended.folder = Path(config.training.output_dir)
         settle_environment(ranks, cores()[1])
         from deepstow.trainer.planning.kernel_choice import settled
         from deepstow.trainer.run import run
 
-        say = write_line if ranks.is_first else lambda _: None
         config = settled(config, ranks.world_size, here=True, say=say)
 
         run.refuse_unbuildable(config, ranks)

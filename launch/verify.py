@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepstow.launch import cli
+from deepstow.launch.shipped import load
 from deepstow.strategies.core.protocol import LOSSY
-from deepstow.trainer.config.load import load
 from deepstow.trainer.errors import ExitCode, write_line
 
 if TYPE_CHECKING:

@@ -86,6 +86,7 @@ class Offload(Strategy):
             {"strategies": {"offload": {"gradients": "passing"}}, "training": {"max_grad_norm": 0.0}},  # beside a disk
         ),
         kept=("disk", "disk_memory", "moments", "masters", "frozen_weights"),
+        disk=("disk", "disk_memory"),
     )
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
@@ -299,6 +300,9 @@ class Offload(Strategy):
 
     def budget(self, facts: Facts) -> int:
         return device_budget(facts.machine, self.gpu_memory)
+
+    def host_budget(self, facts: Facts) -> int:
+        return host_budget(facts.machine, self.host_memory) + facts.machine.runtime_host_bytes
 
     def suggest(self, plan: Plan) -> list[str]:
         found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.transient_peak())

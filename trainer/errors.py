@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import TextIO
 from unicodedata import category
 
+WARNING = "WARNING: "
+BOLD, PLAIN = "\x1b[1;33m", "\x1b[0m"  # bold and yellow
+
 
 class ExitCode(IntEnum):
     """The meaning of the process's exit code, the same for every command."""
@@ -168,6 +171,11 @@ def report(error: UserError) -> None:
         write_line(line, sys.stderr)
 
 
+def warning(line: str) -> str:
+    """``line`` as one that people must not miss; ``write_line`` prints it in bold and yellow on a terminal."""
+    return f"{WARNING}{line}"
+
+
 def write_line(line: str, stream: TextIO | None = None) -> None:
     """Print one line and flush it, so that a log that is followed or cut off stays readable; on stdout by default.
     Every text in which there may be something of others goes this way, or is ``printable`` before.
@@ -175,7 +183,10 @@ def write_line(line: str, stream: TextIO | None = None) -> None:
     A terminal that was closed, or a pipe that nobody reads any more, ends no run: it goes on, and saves.
     """
     try:
-        print(printable_lines(line), file=stream, flush=True)
+        text = printable_lines(line)
+        if WARNING in text and (stream or sys.stdout).isatty():
+            text = "\n".join(f"{BOLD}{one}{PLAIN}" if one.startswith(WARNING) else one for one in text.split("\n"))
+        print(text, file=stream, flush=True)
     except OSError:
         let_go()
 

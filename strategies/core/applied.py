@@ -2,7 +2,8 @@
 
     recompute: layers.0 to layers.11 (12): selective, keeps aten.mm, aten.addmm
 
-The lines go to the loggers ``deepstow.<strategy>`` at level INFO. A run of the commands shows those of its first rank.
+The lines go to the loggers ``deepstow.<strategy>`` at level INFO. A run of the commands writes those of its first rank
+into plan.txt, and prints what modules warn of.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ def log_stowed(layout: Layout) -> None:
 
 
 @contextmanager
-def shown_by(write: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``write`` gets every line."""
+def shown_by(write: Callable[[str], None], level: int = logging.INFO) -> Iterator[None]:
+    """Inside, ``write`` gets every line of this level."""
 
     class Writer(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            write(record.getMessage())
+            if record.levelno == level:
+                write(record.getMessage())
 
-    handler, level = Writer(), LOGGER.level
+    handler, before = Writer(), LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     try:
         yield
     finally:
         LOGGER.removeHandler(handler)
-        LOGGER.setLevel(level)
+        LOGGER.setLevel(before)

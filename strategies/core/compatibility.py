@@ -1,4 +1,4 @@
-"""Which strategies, options and keys do not go together: one table, from which ``docs/parallel.md`` is generated.
+"""Which strategies, options and keys do not go together: one table, from which ``docs/compatibility.md`` is generated.
 
 A plug-in keeps its rules in its own file, as ``RULES``. Checks that need arithmetic, such as what divides what, or the
 model are code in the strategies. Rules whose key is outside of ``strategies`` are compared when a config is read, where

@@ -381,7 +381,7 @@ class Facts:
     run: RunFacts
     machine: MachineFacts
     params: tuple[Param, ...] = ()
-    unit_times: UnitTimes | None = None  # measured by an earlier run or by ``launch/plan.py --measure``
+    unit_times: UnitTimes | None = None  # measured by an earlier run or by ``deepstow plan --measure``
     cut: Cut | None = None  # of the whole model, where the units are those of one stage
 
     def __post_init__(self) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from deepstow.strategies.core.install import needs
+
 # By class: its names of fp32 numbers per element, in the order in which its function takes them, each with the option
 # without which there is no such number.
 STATE: Mapping[str, Mapping[str, str]] = {
@@ -56,7 +58,7 @@ REFUSED: Mapping[str, str] = {
 def refuse_optimizer(name: object) -> object:
     """``name``; raise ValueError if it is of a kind that cannot be had here, or of a package that is not installed."""
     if name in BITSANDBYTES and find_spec("bitsandbytes") is None:
-        raise ValueError("needs the package bitsandbytes; install it with: pip install 'deepstow[qlora]'")
+        raise ValueError(needs("bitsandbytes", "qlora"))
     why = next((why for pattern, why in REFUSED.items() if re.search(pattern, str(name))), None)
     if why is not None:
         instead = "lion_32bit" if "lion" in str(name) else "adamw_torch_fused"

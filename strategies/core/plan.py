@@ -369,23 +369,8 @@ class Plan:
         names = sorted({self.answers[slot][1] for slot in slots} - {BASELINE})
         return ", ".join(names) or BASELINE
 
-    def explain(self, unit: str) -> str:
-        """Every answer about one unit, one per line, with who gave it and why."""
-        rows = [(d, by) for d, by in self.answers.values() if d.unit == unit]
-        return "\n".join(f"{' '.join(d.slot):<36} {_words(d)}  [{by}: {d.reason}]" for d, by in rows)
-
 
 def answer(decision: Decision) -> tuple[object, ...]:
     """The values of a decision without unit and reasons: what two strategies must agree on."""
     names = (each.name for each in fields(decision) if each.name not in ("reason", "stray_reason", "unit"))
     return tuple(getattr(decision, name) for name in names)
-
-
-_UNSAID = ("reason", "unit", "kind", "open", "may_host")
-
-
-def _words(decision: Decision) -> str:
-    """The values of a decision as text, without those that are as always: ``shards=2, element_bytes=4``."""
-    values = ((each, getattr(decision, each.name)) for each in fields(decision) if each.name not in _UNSAID)
-    said = ((each.name, value) for each, value in values if value != each.default)
-    return ", ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in said)

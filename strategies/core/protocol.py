@@ -103,7 +103,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """With which options ``launch/plan.py --fit`` tries a strategy."""
+    """With which options ``deepstow fit`` tries a strategy."""
 
     options: Mapping[str, Any] | None = None  # with which training fits into less memory; None: it does not
     # Changes of the config for it, each of which saves more and gives exactness up: tried where nothing else fits.
@@ -111,6 +111,8 @@ class FitOptions:
     kept: tuple[str, ...] = ()  # options that say what the machine has or what is given up: they stay as written
     rows_by: str = ""  # the option that takes how many ranks of a machine share rows, where nothing else fits
     needs_ranks: bool = False  # it saves memory on several ranks only
+    # The options for a folder on a disk, and for how much of it, which are tried where memory alone is too small.
+    disk: tuple[str, str] | None = None
 
 
 class Strategy(BaseModel, ABC):
@@ -125,7 +127,7 @@ class Strategy(BaseModel, ABC):
     # Strategies that are not switched on for others where this one is: they do not go together, or it does their work.
     spares: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[frozenset[Requirement]] = frozenset()
-    fit: ClassVar[FitOptions | None] = None  # what ``launch/plan.py --fit`` may do with it; None: nothing
+    fit: ClassVar[FitOptions | None] = None  # what ``deepstow fit`` may do with it; None: nothing
     # Strategies whose questions this one answers itself, where both are on; then they are in ``_others``.
     takes_over: ClassVar[tuple[str, ...]] = ()
     # Options that earlier versions had, by option and value; None: whatever the value.
@@ -232,6 +234,10 @@ class HasBudget(Protocol):
 
     def budget(self, facts: Facts) -> int:
         """Bytes of the device that the options allow on this machine."""
+        ...
+
+    def host_budget(self, facts: Facts) -> int:
+        """Bytes of the host that the options allow one rank, with those of the process itself."""
         ...
 
     def suggest(self, plan: Plan) -> Sequence[str]:

@@ -10,7 +10,7 @@ goes along trees. With ``here`` of n ranks on a machine, S bytes take, at rates 
     sum                 2 log2 n latency + 2 (n - 1)/n S / the same
 
 Of networks across machines the latency per hop is 17 us, from 4.2 to 33, and compute hides nothing of what ZeRO 2 and 3
-exchange at every micro-batch, or at best all of it: docs/parallel.md says from which publications.
+exchange at every micro-batch, or at best all of it: docs/parallelism.md says from which publications.
 """
 
 from __future__ import annotations

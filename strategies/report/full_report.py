@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from deepstow.strategies.core.facts import Unit, UnitKind
+from deepstow.strategies.core.facts import UnitKind
 from deepstow.strategies.core.on_disk import (
     bytes_per_s,
     disk_bytes,
@@ -99,13 +99,6 @@ def launch_lines(plan: Plan) -> Iterator[str]:
             return
 
 
-def launched(unit: Unit) -> Iterator[str]:
-    """How many operators of it a device is given one by one, if they were counted."""
-    if unit.launches:
-        backward = unit.launches_back or "not counted"
-        yield f"operators of a micro-batch that are launched one by one: forward {unit.launches}, backward {backward}"
-
-
 def moment_lines(plan: Plan) -> Iterator[str]:
     """That training is not exact, and why."""
     if plan.layout is not None and plan.layout.moments_as != "fp32":
@@ -131,7 +124,7 @@ def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
     parts += [f"{human(frozen)} of {of}frozen weights, read in forward and in backward"] * (frozen > 0)
     line = f"{where(layout.disk)} ({', '.join(layout.disk)}): {'; '.join(parts)}"
     if cost is not None and rates is not None:
-        command = f"assumed; launch/doctor.py --rates --disk {' '.join(layout.disk)} measures"
+        command = f"assumed; deepstow doctor --rates --disk {' '.join(layout.disk)} measures"
         per_hour = written / cost.seconds * 3600 / 1e12
         read, write = (ranks * rate / 1e9 for rate in bytes_per_s(rates, layout.disk))
         if written and not any(map(scheme_of, layout.disk)):

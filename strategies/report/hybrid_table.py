@@ -1,4 +1,4 @@
-"""The report of ``launch/plan.py --search``: the best ways to use all ranks, what to write, and what was left out."""
+"""The report of ``deepstow search``: the best ways to use all ranks, what to write, and what was left out."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def lines(
     yield from (f"not tried: {why}" for why in not_tried)
     if answer.firsts:
         ends = " and ".join(f"{shape(each.degrees)} with ZeRO {each.degrees.zero}" for each in answer.firsts)
-        yield "from-to: at either end of what is published of networks across machines (docs/parallel.md)"
+        yield "from-to: at either end of what is published of networks across machines (deepstow docs parallelism)"
         yield f"* changes places at one of these ends, measure before you choose by it; first at them: {ends}"
     if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
         yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
     yield from lossy(answer, links)
     yield ""
-    yield "to write for the first row, in place of these sections or keys of the config:"
+    yield "to set in the config for the first row:"
     yield from (f"  {line}" for line in write)
 
 
@@ -146,5 +146,5 @@ def _lacking(answer: Answer) -> Iterator[str]:
         short = {"device": each.device, "host": each.host}
         lacks = " and ".join(f"{human(size)} of {name} memory" for name, size in short.items() if size)
         exact = each.degrees.offload is Stowed.NOTHING
-        about = "" if exact else " (estimated; the config without --search says exactly)"
+        about = "" if exact else " (estimated; deepstow plan with the config says exactly)"
         yield f"{words(each.degrees)}: lacks {lacks} per rank{about}"

@@ -42,14 +42,14 @@ class Row:
 
 def rows(plan: Plan) -> list[Row]:
     """All rows in order of first use, without tensors that do not exist."""
-    found = [row for unit in plan.facts.units for row in _rows_of(plan, unit)]
+    found = [row for unit in plan.facts.units for row in rows_of(plan, unit)]
     for reserve in (reserve for tier in Tier for reserve in plan.reserves(tier) if reserve.num_bytes):
         what, by = f"buffer, {reserve.when.value}", plan.decided_by(reserve.slot)
         found.append(Row(reserve.owner, what, 1, reserve.num_bytes, reserve.tier, by, reserve.reason))
     return found
 
 
-def _rows_of(plan: Plan, unit: Unit) -> list[Row]:
+def rows_of(plan: Plan, unit: Unit) -> list[Row]:
     """Of one unit: at the tier of its tensors, then at that of strays; then what it saves."""
     name, found = unit.name, list[Row]()
     for kind in Kind:
@@ -87,7 +87,7 @@ def lines(plan: Plan) -> list[str]:
     folded: dict[tuple[UnitKind, str, int, str], list[Row]] = {}
     saved: dict[Tier, dict[UnitKind, list[Row]]] = {}
     for unit in plan.facts.units:
-        for row in _rows_of(plan, unit):
+        for row in rows_of(plan, unit):
             if row.tensors == SAVED:
                 saved.setdefault(row.tier, {}).setdefault(unit.kind, []).append(row)
             else:

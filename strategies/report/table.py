@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+RULE = 120  # characters, at most, of the line below the names
+
 
 def table(
     header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), *, markdown: bool = False
@@ -20,4 +22,4 @@ def table(
         padded.insert(1, ["-" * width for width in widths])
         return [f"| {' | '.join(line)} |" for line in padded]
     made = ["  ".join(line).rstrip() for line in padded]
-    return [made[0], "-" * max(map(len, made)), *made[1:]]
+    return [made[0], "-" * min(RULE, max(map(len, made))), *made[1:]]

@@ -121,7 +121,7 @@ def test_a_finished_run_stays_as_it_is(server: Server, tmp_path: Path) -> None:
     modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
     assert len(modes) == 1, modes
     again = server.run(1, config).check().quiet()
-    assert again.out.startswith("finished before, at step 42: ") and again.out.count("\n") == 1
+    assert again.out.startswith("finished before, at step 42: ") and again.out.count("\n") == 2
     assert files(folder) == before
     weights = folder / "export" / "model.safetensors"
     damaged = bytearray(weights.read_bytes())

@@ -14,7 +14,7 @@ from tests.helpers.terminal import Terminal
 pytestmark = pytest.mark.ranks
 
 ENDS = {
-    "at its end": "checkpoints)",  # of the run folder, the last line where nothing draws curves
+    "at its end": "next:       deepstow chat ",
     "Ctrl-C": "is saved, the run ends; training.resume_from_checkpoint=auto goes on from there",
     "an error of another rank": "RuntimeError: on purpose",
 }

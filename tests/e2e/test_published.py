@@ -14,18 +14,24 @@ from typing import Any
 import pytest
 import yaml
 
+from deepstow.launch import cli
 from tests.e2e.commands import REPO, Server
 from tests.helpers.releases import HIGHEST_STAGE, is_refused
 
 ELSEWHERE = {
     "bench": "test_bench.py, tests/unit/test_bench.py",
+    "chat": "tests/e2e/test_chat.py",
+    "compare": "tests/unit/test_history.py",
+    "docs": "tests/unit/test_said.py",
     "doctor": "tests/unit/test_doctor.py, tests/unit/test_rates.py",
+    "import": "tests/unit/test_importing.py",
+    "init": "tests/unit/test_init.py",
     "verify": "test_verify.py",
     "watch": "tests/unit/test_history.py",
-    "compare": "tests/unit/test_history.py",
 }
-RUN_HERE = {"train", "finetune"}
-MAKE = RUN_HERE | {
+PLANS = {"plan", "fit", "search"}
+MAKE = {
+    "train",
     "test",
     "test-all",
     "test-rare",
@@ -41,8 +47,9 @@ MAKE = RUN_HERE | {
     "gpu-rehearsal",
 }
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
-STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)?"
-COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench|watch|compare)\.py( [^`\n#|]*)?")
+STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)"
+FILE = re.compile(STARTS + r"launch/(\w+)\.py( [^`\n#|>]*)?")
+COMMAND = re.compile(r"(?:^[# ]*|`)deepstow ([a-z]+)( [^`\n#|>]*)?(?=[`\n#|>]|$)", re.MULTILINE)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 BLOCKS = {"num_hidden_layers": 4}  # two in each of two stages
 FEW = {"num_hidden_layers": 2, "vocab_size": 512, "model_type": "llama"}  # where a command names them
@@ -60,17 +67,36 @@ ROWS = 100
 FEW_STEPS = {"training": {"max_steps": 2, "warmup_steps": 1, "eval_steps": 2}}
 
 
-def published() -> Iterator[tuple[str, int, list[str]]]:
-    """Script, ranks and arguments of each command, once."""
+def written() -> Iterator[tuple[str, int, list[str]]]:
+    """Command, ranks and arguments of each that is written somewhere, once; a command that is only named has none."""
     text = "\n".join(path.read_text() for place in PLACES for path in sorted(REPO.glob(place)))
     recipes = re.findall(r"^(train|finetune):.*\n\t(.*)$", (REPO / "Makefile").read_text(), re.MULTILINE)
-    text = "\n".join(line.replace("$(RANKS)", "1") for _, line in recipes) + "\n" + text
-    found = [(match[2], int(match[1] or 1), (match[3] or "").strip()) for match in COMMAND.finditer(text)]
-    for script, ranks, arguments in dict.fromkeys(found):
-        asks = "--fit " in arguments and "model.config." in arguments
-        if "--config " in arguments or asks or script in ELSEWHERE:  # else a file is mentioned and no command
-            words = arguments.rstrip(".,;:)").replace("--config X", "--config configs/zero.yaml")
-            yield script, ranks, shlex.split(words)
+    text = "\n".join(line.replace("$(RANKS)", "1") for _, line in recipes) + "\n" + text.replace("\\\n", " ")
+    files = [(match[2], int(match[1] or 1), (match[3] or "").strip()) for match in FILE.finditer(text)]
+    named = [(match[1], 1, (match[2] or "").strip()) for match in COMMAND.finditer(text)]
+    for name, ranks, arguments in dict.fromkeys(files + named):
+        words = ["2" if word == "N" else word for word in shlex.split(arguments.rstrip(".,;:)"))]
+        if name == "train" and "--ranks" in words:
+            at = words.index("--ranks")
+            ranks, words = int(words[at + 1]), words[:at] + words[at + 2 :]
+        yield name, ranks, words
+
+
+def published() -> list[tuple[str, int, list[str]]]:
+    """Those whose config comes with the package, by its path, or that name a model by its sizes: these run here."""
+    found = []
+    for name, ranks, words in written():
+        if "--config" in words[:-1]:
+            at = words.index("--config") + 1
+            path = f"configs/{Path(words[at]).stem}.yaml"
+            if not (REPO / path).exists() or (words[at] != path and words[at] != Path(path).stem):
+                continue
+            words = [*words[:at], path, *words[at + 1 :]]
+        elif not any(word.startswith("model.config.") for word in words):
+            continue
+        if (name, ranks, words) not in found:
+            found.append((name, ranks, words))
+    return found
 
 
 def shrunk(tree: Any, sizes: Any) -> Any:
@@ -91,7 +117,8 @@ def test_commands_that_train(server: Server, tmp_path: Path) -> None:
         tree = shrunk(tree, sizes)
         tree.get("data", {})["limit"] = ROWS
         (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(tree))
-    commands = [(ranks, arguments) for script, ranks, arguments in published() if script == "train"]
+    looks = {"--show-sample", "--data-report"}
+    commands = [(ranks, words) for name, ranks, words in published() if name == "train" and not looks & {*words}]
     assert len(commands) >= 5
     for ranks, arguments in commands:
         strategies = yaml.safe_load((REPO / arguments[arguments.index("--config") + 1]).read_text()).get("strategies")
@@ -114,7 +141,7 @@ def small(word: str) -> str:
 
 def plans() -> list[tuple[str, ...]]:
     """Those that plan, with small sizes where they name them; not twice, and not without the picture that one draws."""
-    found = dict.fromkeys(tuple(map(small, arguments)) for script, _, arguments in published() if script == "plan")
+    found = dict.fromkeys((name, *map(small, words)) for name, _, words in published() if name in PLANS)
     drawn = [words[: words.index("--plot")] for words in found if "--plot" in words]
     return [words for words in found if words not in drawn]
 
@@ -122,7 +149,7 @@ def plans() -> list[tuple[str, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", plans(), ids=" ".join)
 def test_commands_that_plan(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepstow.launch.plan import main
+    from deepstow.launch.cli import main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPO / "configs")  # a teacher is there
@@ -143,15 +170,18 @@ def test_budgets_are_enough_at_the_sizes_they_are_for(name: str, capsys: pytest.
     assert main(given) == 0, capsys.readouterr().err
 
 
-def test_commands_that_are_tested_elsewhere() -> None:
-    others = [(script, arguments) for script, _, arguments in published() if script in ELSEWHERE]
-    assert {script for script, _ in others} == set(ELSEWHERE)
-    for script, arguments in others:
-        if script == "doctor":
-            assert arguments in ([], ["--rates"], ["--rates", "--disk", "/fast/folder"])
-        elif arguments:
-            words = [str(REPO) if word == "FOLDER" else word for word in arguments]
-            importlib.import_module(f"deepstow.launch.{script}").parse(words)
+def test_every_command_that_is_written_is_one_and_takes_its_arguments() -> None:
+    """What it does with them is tested here, or where ``ELSEWHERE`` says."""
+    found = [(name, words) for name, _, words in written() if name in cli.COMMANDS or words]
+    assert {name for name, _ in found} == {"train"} | PLANS | set(ELSEWHERE) == set(cli.COMMANDS)
+    for name, words in found:
+        module = importlib.import_module(f"deepstow.launch.{cli.FILES.get(name, name)}")
+        if words and hasattr(module, "parse"):
+            lacks = name in ("train", "plan", "search") and not {"--config", "--schema", "--check"} & {*words}
+            config = ["--config", "my.yaml"] if lacks else []
+            module.parse([*(str(REPO) if word == "FOLDER" else word for word in words), *config])
+        elif name == "doctor":
+            assert words in ([], ["--rates"], ["--build"], ["--rates", "--disk", "/fast/folder"])
 
 
 def test_targets_of_make() -> None:

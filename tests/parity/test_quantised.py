@@ -1,5 +1,6 @@
 """Adapters on a quantised base train to the bits of PEFT and Hugging Face's Trainer alone, wherever the base rests."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
@@ -74,6 +75,8 @@ def adapted(config: RunConfig) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(str(section.name_or_path), **options)
     model.config.use_cache = False
     assert section.lora is not None
+    if section.adapter is not None:
+        return PeftModel.from_pretrained(model, section.adapter, is_trainable=True)
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **section.lora.model_dump(exclude=OURS)))
 
 
@@ -123,6 +126,25 @@ def test_as_peft_alone_and_resumed(bits: str, base: Path) -> None:
             assert bool(leaves(trainer) & {"uint8", "int8"}) is (strategies["offload"] is TRAVELS)
     again = ours(config_of(base, bits, strategies={"offload": TRAVELS}))
     assert unlike(expected, trained(again, str(base / "run" / "checkpoint-2"))) == []
+
+
+@pytest.mark.parametrize("bits", [None, slowly("nf4")])
+def test_going_on_with_a_saved_adapter(bits: str | None, base: Path, tmp_path: Path) -> None:
+    """Exported after two steps and trained on, as PEFT opens it; and what is saved is trained further."""
+    first = config_of(base, bits, max_steps=2)
+    trainer = ours(first)
+    values = trained(trainer)
+    assert export(trainer, _tokenizer(), first) is not None
+    shutil.copytree(base / "run" / "export", tmp_path / "saved")
+    further: dict[str, Any] = {"adapter": str(tmp_path / "saved")}
+    config = config_of(base, bits)
+    config = config.model_copy(update={"model": config.model.model_copy(update=further)})
+    expected = trained(by_itself(config))
+    for strategies in ({}, {"offload": TRAVELS}):
+        on = config_of(base, bits, strategies=strategies)
+        found = trained(ours(on.model_copy(update={"model": config.model})))
+        assert unlike(expected, found) == [], strategies
+    assert unlike(values, expected)
 
 
 @pytest.mark.parametrize("bits", ["nf4", slowly("int8")])

@@ -33,6 +33,7 @@ SAID: dict[str, Any] = {
 }  # fmt: skip
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "q", "v"]}
 TRL = {"gradient_checkpointing": False, "bf16": False, "max_length": LENGTH}  # what TRL's arguments have otherwise
+TRAVELS: dict[str, Any] = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
 LABELS = ["prose", "code", "neither"]
 TRIPLE = {"anchor": "prompt", "positive": "chosen", "negative": "rejected"}
 # What a row's label becomes, and what the loss takes for it.
@@ -170,20 +171,46 @@ def seq2seq(base: str, folder: str, lora: Any, **more: Any) -> Any:
     return Seq2SeqTrainer(model, given, data_collator=collator, **more)
 
 
-def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
-    """A model's name, rows of text, and nothing else."""
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+class OfMasters(torch.optim.AdamW):
+    """AdamW of float32 copies, which it rounds into the parameters."""
+
+    def __init__(self, rounded: list[torch.nn.Parameter], **options: Any) -> None:
+        self.rounded = rounded
+        super().__init__([each.detach().float() for each in rounded], fused=True, **options)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        masters = self.param_groups[0]["params"]
+        for master, each in zip(masters, self.rounded, strict=True):
+            master.grad, each.grad = each.grad.float(), None
+        super().step()
+        for master, each in zip(masters, self.rounded, strict=True):
+            each.data.copy_(master)
+
+
+def of_trl(task: str, rows: str, bits: Any = None, **said: Any) -> Callable[..., Any]:
+    """A model's name, rows of text, and nothing else; of a quantised one the model."""
 
     def make(base: str, folder: str, lora: Any) -> Any:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig, set_seed
 
         from deepstow.trainer.tasks.table import TASKS
         from deepstow.trainer.tasks.task import loaded
 
         kind, arguments = (loaded(name) for name in (TASKS[task].trainer, TASKS[task].arguments))
         more = {"peft_config": lora("SEQ_CLS" if task == "reward" else "CAUSAL_LM")} if lora else {}
-        given = arguments(folder, **SAID, **TRL, **said)
+        given = arguments(folder, **{**SAID, **TRL, **said})
         data, model = Dataset.from_list(rows_of(rows)), base
-        if task == "reward":  # TRL seeds again after the head is drawn if it is given a model
+        if bits is not None:
+            set_seed(SAID["seed"])
+            auto = loaded(TASKS[task].model_class)
+            options = {"num_labels": 1} if task == "reward" else {}
+            options |= {"quantization_config": BitsAndBytesConfig(**bits), "device_map": {"": "cpu"}}
+            model = auto.from_pretrained(base, dtype="float32", **options)
+            model.config.use_cache = False
+        elif task == "reward":  # TRL seeds again after the head is drawn if it is given a model
             set_seed(SAID["seed"])
             model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
         return kind(model, args=given, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(base), **more)
@@ -280,16 +307,86 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bas
     data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", given)), "max_length": LENGTH}
     data |= {"max_target_length": TARGET} if task == "seq2seq" else {}
     data |= {"columns": TRIPLE} if task == "embedding" else {}
-    travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
     said = SAID | ({"train_sampling_strategy": "sequential"} if task == "embedding" else {})
     said |= {"label_smoothing_factor": 0.1} if how == "smoothed" else {}
     tree = {"task": task, "model": section, "data": data, "training": {**said, "output_dir": str(tmp_path / "run")}}
-    assert run(load_tree({**tree, "strategies": travel}), Ranks(), Stop()) == 0
+    assert run(load_tree({**tree, "strategies": TRAVELS}), Ranks(), Stop()) == 0
     found = tensors(tmp_path / "run" / "export")
     assert found.keys() == expected.keys()
     assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
     before = tensors(Path(base))
     assert any(name not in before or not torch.equal(before[name], each) for name, each in found.items())
+
+
+@pytest.mark.parametrize(
+    ("task", "strategies", "half"),
+    [
+        ("dpo", {}, False),
+        pytest.param("dpo", TRAVELS, False, marks=pytest.mark.slow),
+        pytest.param("kto", {}, False, marks=pytest.mark.slow),
+        pytest.param("orpo", TRAVELS, False, marks=pytest.mark.slow),
+        pytest.param("orpo", {}, True, marks=pytest.mark.slow),
+        pytest.param("reward", {}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_preferences_on_a_base_in_4_bits(
+    task: str, strategies: dict[str, Any], half: bool, bases: Path, tmp_path: Path
+) -> None:
+    """TRL rounds the adapters of all but ORPO to bfloat16, and the memory engine has masters of what is in that."""
+    base, rows = str(bases / "llama"), STOCK[task][0]
+    bits = NF4 | ({"bnb_4bit_compute_dtype": "bfloat16"} if half else {})
+    said = {"bf16": True} if half else {}
+    theirs = of_trl(task, rows, bits, **said)(base, str(tmp_path / "stock"), lora_config)
+    if strategies and task != "orpo":
+        trained = [each for each in theirs.model.parameters() if each.requires_grad]
+        theirs.optimizer = OfMasters(trained, lr=SAID["learning_rate"], weight_decay=0.0)
+    theirs.train()
+    theirs.save_model(str(tmp_path / "saved"))
+    expected = tensors(tmp_path / "saved")
+
+    section = {"name_or_path": base, "lora": LORA, "quantization_config": bits}
+    data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows_of(rows))), "max_length": LENGTH}
+    training = {**SAID, **said, "output_dir": str(tmp_path / "run")}
+    tree = {"task": task, "model": section, "data": data, "training": training, "strategies": strategies}
+    assert run(load_tree(tree), Ranks(), Stop()) == 0
+    found = tensors(tmp_path / "run" / "export")
+    assert found.keys() == expected.keys()
+    assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+    losses = [
+        [record["loss"] for record in log if "loss" in record]
+        for log in (theirs.state.log_history, metrics(tmp_path / "run"))
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategies", [{}, TRAVELS])
+def test_preferences_go_on_with_an_adapter_which_is_their_reference(
+    strategies: dict[str, Any], bases: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    base = str(bases / "llama")
+    first: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora_config("CAUSAL_LM"))
+    for name, each in first.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(each, std=0.1)
+    first.save_pretrained(tmp_path / "first")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "first", is_trainable=True)
+    given = DPOConfig(str(tmp_path / "stock"), **SAID, **TRL)
+    data, words = Dataset.from_list(rows_of("preferences")), AutoTokenizer.from_pretrained(base)
+    theirs = DPOTrainer(model, args=given, train_dataset=data, processing_class=words)
+    theirs.train()
+    theirs.model.save_pretrained(tmp_path / "saved", selected_adapters=["default"])
+
+    tree: dict[str, Any] = {"task": "dpo", "model": {"adapter": str(tmp_path / "first")}, "strategies": strategies}
+    tree |= {"data": {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows_of("preferences"))), "max_length": LENGTH}}
+    assert run(load_tree({**tree, "training": {**SAID, "output_dir": str(tmp_path / "run")}}), Ranks(), Stop()) == 0
+    found, expected = tensors(tmp_path / "run" / "export"), tensors(tmp_path / "saved")
+    assert found.keys() == expected.keys() and not (tmp_path / "run" / "export" / "ref").exists()
+    assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
 
 
 @pytest.mark.slow
@@ -305,9 +402,8 @@ def test_evaluations_generate_what_those_of_the_stock_trainer_generate(bases: Pa
     more = {"generation_num_beams": 2, "eval_strategy": "steps", "eval_steps": 3}
     said = {**SAID, **told, **more, "compute_metrics": "tests.parity.test_tasks:generated"}
     training = {**said, "output_dir": str(tmp_path / "run")}
-    travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
     tree = {"task": "seq2seq", "model": {"name_or_path": base}, "data": data, "training": training}
-    assert run(load_tree({**tree, "strategies": travel}), Ranks(), Stop()) == 0
+    assert run(load_tree({**tree, "strategies": TRAVELS}), Ranks(), Stop()) == 0
     (found,) = (record for record in metrics(tmp_path / "run") if "eval_sum" in record)
     assert {key: found[key] for key in expected} == expected and 0 <= found["eval_exact_match"] <= 1
 

@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "strategies/engine/memory/accelerator.py": "torch's allocator reads its settings from it, and the user's stay",
     "trainer/distributed/ranks.py": "launchers describe the job there, and libraries read their settings from it",
     "trainer/errors.py": "torch's launcher names there the file whose text it shows last",
+    "trainer/distributed/launcher.py": "is a launcher, and tells its ranks their places by it",
     "trainer/distributed/spawn.py": "is the launcher of its own ranks",
     "trainer/distributed/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
     "trainer/machine/repeated_sums.py": "cuBLAS and FlashAttention's package read from it whether sums have one order",

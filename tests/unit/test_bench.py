@@ -107,7 +107,7 @@ def test_peers_have_the_largest_budget_and_plain_has_all() -> None:
 )
 def test_plans_without_measured_rates_are_not_compared(rates: str, ignored: str, told: str) -> None:
     ours, around = work.contenders(["plain", "ours-host"]), {"rates": rates, "rates_ignored": ignored}
-    with pytest.raises(ConfigError, match=rf"^{told} of ours .*: python launch/doctor.py --rates$"):
+    with pytest.raises(ConfigError, match=rf"^{told} of ours .*: deepstow doctor --rates$"):
         record.refuse_unmeasured(around, ours)
     record.refuse_unmeasured(around, ours[:1])
     record.refuse_unmeasured(around | {"rates": "some"}, ours)
@@ -201,7 +201,7 @@ def test_contenders_take_turns_and_an_interrupted_bench_keeps_its_record(
     assert bench.main(words.split()) == ExitCode.INTERRUPTED
     (folder,) = tmp_path.iterdir()
     told = json.loads((folder / "record.json").read_text())
-    assert told["command"] == f"python launch/bench.py {words}"
+    assert told["command"] == f"deepstow bench {words}"
     assert told["work"]["tokens_per_step"] == 128 and told["versions"] == around["versions"]
     turns = [(run["round"], run["label"]) for run in told["runs"]]
     assert turns == [(1, "plain"), (1, "ours-streamed"), (2, "plain")]

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BatchEncoding, MptConfig, TrainerControl, TrainerState
+from transformers import BatchEncoding, EvalPrediction, MptConfig, TrainerControl, TrainerState
 
 from deepstow.strategies.core.sizes import human_duration, human_number
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import callbacks
 from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
+from deepstow.trainer.tasks.task import mean_over_tokens
 
 RECORD = {
     "loss": 4.8123, "learning_rate": 9.2e-4, "grad_norm": 1.35, "tokens_per_s": 5_210.4, "mfu": 0.4118,
@@ -208,6 +209,36 @@ def test_sample_runs_on_every_rank_and_is_shown_by_one(
         capsys.readouterr().out == "sample at step 9, the prompt in brackets:\n    [Once upon] a time\n\n    The end.\n"
     )
     assert len(called) == 2
+
+
+def test_asked_prompts_of_a_chat_are_the_user_s_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(callbacks, "continuation", lambda model, words, prompt: asked.append(prompt) or "")
+
+    class Words:
+        chat_template = "x"
+
+        def apply_chat_template(self, turns: Any, add_generation_prompt: bool, tokenize: bool) -> str:
+            return f"<{turns[0]['role']}>{turns[0]['content']}" + "<assistant>" * add_generation_prompt
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [len(text), int(add_special_tokens)]}
+
+    for chats in (True, False):
+        sample = SampleText("", ["hello"], chats=chats)
+        fire(sample, "on_evaluate", state(9), model=None, processing_class=Words())
+    assert asked == [[len("<user>hello<assistant>"), 0], "hello"]
+
+
+def test_an_evaluation_over_hardly_any_token_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine()
+    fire(line, "on_log", state(1), logs={"eval_loss": 1.0, "eval_tokens": 100})
+    assert "WARNING" not in capsys.readouterr().out
+    for tokens in (0, 12):
+        fire(line, "on_log", state(2), logs={"eval_loss": 1.0, "eval_tokens": tokens})
+    said = [each for each in capsys.readouterr().out.splitlines() if each.startswith("WARNING")]
+    assert len(said) == 1 and "evaluations are over no token on which there is a loss" in said[0]
+    assert math.isnan(mean_over_tokens(EvalPrediction(np.zeros((2, 2)), np.zeros(2)))["loss"])
 
 
 def test_a_model_that_cannot_generate_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

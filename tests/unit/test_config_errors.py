@@ -195,7 +195,7 @@ FOREIGN = """
 micro_batch_size = 4: unknown key; that is Axolotl's name, write 'training.per_device_train_batch_size'
 train_on_inputs = false: unknown key; that is Axolotl's name, write 'data.completion_only_loss' (with the opposite meaning)
 precision = "bf16": unknown key; that is Lightning's name, write 'training.bf16' (or training.fp16)
-devices = 2: unknown key; that is Lightning's name; the launcher decides that: deepspeed --num_gpus=N launch/train.py
+devices = 2: unknown key; that is Lightning's name; the launcher decides that: deepstow train --ranks N
 zero_optimization.stage = 3: unknown key; that is DeepSpeed's name, write 'strategies.zero.stage'
 training.lr = 1.0: unknown key; that is PyTorch's name, write 'training.learning_rate'
 training.max_length = 512: unknown key; write 'data.max_length'

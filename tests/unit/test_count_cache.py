@@ -94,7 +94,7 @@ def test_the_second_plan_loads_no_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first one is made in this process."""
-    words = ["--config", "configs/offload.yaml", "--profile", "h100-pcie5"]
+    words = ["--full", "--config", "configs/offload.yaml", "--profile", "h100-pcie5"]
     words += ["model.config.num_hidden_layers=2", "strategies.offload.gpu_memory=6GiB"]
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)

@@ -2,12 +2,14 @@
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from deepstow.launch.train import main
 from deepstow.trainer.config.sections import DataSection
@@ -15,6 +17,7 @@ from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.data import report, sources
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.packing import MASKED
+from deepstow.trainer.planning.picture import MARGIN, PARTS, RED
 
 VOCAB, LIMIT = 320, 16
 M = MASKED
@@ -53,6 +56,21 @@ def prepare(tokenizer: Any, said: list[str] | None = None, **options: Any) -> An
     section = DataSection(**{"path": "d.jsonl", "max_length": LIMIT} | options)
     say = (lambda line: None) if said is None else said.append
     return preparing.prepare(section, tokenizer, VOCAB, 0, Path("prepared"), say)
+
+
+def test_many_dropped_rows_are_a_warning_at_each_start(tokenizer: Any) -> None:
+    """A line of its own, with the cure for most of them, also where the rows are prepared already."""
+    good, masked = IDS[0], IDS[5]
+    write([*[good] * 8, *[masked] * 2])
+    said: list[str] = []
+    prepare(tokenizer, said)
+    assert not any("WARNING" in line for line in said), "a fifth is not more than a fifth"
+    write([*[good] * 7, *[masked] * 2])
+    line = "data: d.jsonl: 2 of 9 rows are dropped: 2 without a token that is trained on; deepstow train --show-sample"
+    for _ in range(2):
+        said.clear()
+        prepare(tokenizer, said)
+        assert [each for each in said if each.startswith(f"WARNING: {line}")] == said[-1:]
 
 
 @pytest.mark.parametrize("how", EXPECTED)
@@ -147,7 +165,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main(["--config", "c.yaml", "--data-report", "--plot", "lengths.png"]) == 0
     assert "<- data.max_length 512" in capsys.readouterr().out
-    from PIL import Image
 
     image = Image.open("lengths.png")
     assert image.width == 1400 and len(image.getcolors(1 << 20) or ()) > 10
@@ -155,3 +172,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("--plot lengths.pgn: unknown file extension")
     assert main(["--config", "c.yaml", "--data-report", "data.streaming=true", "training.max_steps=1"]) == 2
     assert "no report" in capsys.readouterr().err
+
+
+def test_the_line_of_max_length_is_at_its_place(tmp_path: Path) -> None:
+    """On a logarithmic axis from 64 to 128 tokens: 96 are at 0.585 of the way."""
+    lengths = {str(length): 1 for length in (64, 80, 96, 120)}
+    for limit, at in ((65, math.log2(65 / 64)), (96, math.log2(96 / 64)), (127, math.log2(127 / 64))):
+        report.draw({"max_length": limit, "sources": [{"line": "d", "lengths": lengths}]}, tmp_path / "d.png")
+        with Image.open(tmp_path / "d.png") as image:
+            row = [image.getpixel((x, 200)) for x in range(image.width)]
+        left, right = row.index(PARTS[0]), image.width - MARGIN
+        assert (row.index(RED) - left) / (right - left) == pytest.approx(at, abs=0.01)

@@ -46,7 +46,7 @@ def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert [(row.status, row.cure) for row in doctor.toolchain_rows()] == [
         (Status.FAIL, "apt-get install g++"),
-        (Status.FAIL, doctor.INSTALL),
+        (Status.FAIL, "make setup"),
     ]
 
 
@@ -54,6 +54,17 @@ def test_a_package_that_does_not_load_is_a_row() -> None:
     assert doctor.import_row("json").status is Status.OK
     row = doctor.import_row("no_such_package")
     assert row.status is Status.FAIL and "ModuleNotFoundError" in row.value
+
+
+def test_the_cures_of_an_installed_package_name_no_file_of_the_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "PROJECT", tmp_path / "pyproject.toml")
+    monkeypatch.setattr(doctor, "declared", lambda pyproject: (">=3.99", ["no-such-package>=1"], []))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    rows = [*doctor.package_rows(doctor.PROJECT), *doctor.toolchain_rows(), doctor.import_row("no_such_package")]
+    cures = [row.cure for row in rows if row.status is Status.FAIL]
+    assert len(cures) >= 4 and not [cure for cure in cures if "make " in cure or "constraints" in cure]
 
 
 def test_devices() -> None:

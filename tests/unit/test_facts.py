@@ -361,7 +361,7 @@ def test_rows_beyond_what_rotary_embeddings_were_made_for(tmp_path: Path, capsys
         assert count_model(config).positions == most and positions.beyond(config, most) == []
         longer = config.model_copy(update={"data": config.data.model_copy(update={"max_length": most + 1})})
         (line,) = positions.beyond(longer, most)
-        assert line.startswith(f"data.max_length = {most + 1}: the model is made for {most} positions")
+        assert line.startswith(f"WARNING: data.max_length = {most + 1}: the model is made for {most} positions")
     assert count_model(run_config(BLOOM)).positions == 0 and positions.beyond(run_config(BLOOM), 0) == []
     file = tmp_path / "x.yaml"
     file.write_text(run_config(LLAMA, data={"max_length": 65}).dump())

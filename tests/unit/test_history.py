@@ -32,13 +32,13 @@ def run(folder: Path, losses: list[Any], over: bool = False, **training: Any) ->
 
 
 def test_a_run_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run(tmp_path / "one", [8.0, 4.0, "nan", 2.0])
+    folder = run(tmp_path / "one", [8.0, 4.0, "nan", 2.0], max_steps=1000)
     link = {"owner": "link up, step 2", "predicted": 2**20, "measured": 2**20 - 2**18}
     (folder / "plan.json").write_text(json.dumps({"measured": [link]}))
     assert watch.main([str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "",
-        f"{folder}  step 40  1m05s left",
+        f"{folder}  step 40 of 1,000 (4%)  1m05s left",
         "  loss       █▃ ▁  8.000 -> 2.000",
         "  eval loss  ▁  2.500 -> 2.500",
         "  tokens/s   ▁▃▅█  400.0",
@@ -50,6 +50,21 @@ def test_a_run_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "over" / "exit.json").write_text(json.dumps({"code": 0}))
     assert watch.main([str(tmp_path / "over")]) == 0
     assert "step 30  finished" in capsys.readouterr().out
+
+
+def test_the_total_of_steps() -> None:
+    """By the config, or by how far a step has come in an epoch; else nothing is said."""
+
+    def total(training: Any, *records: dict[str, Any]) -> int | None:
+        return history.History(Path(), {"training": training}, [*records]).total()
+
+    near = {"step": 40, "epoch": 40 / 334}
+    assert total({"max_steps": 1000}, near) == 1000
+    assert total({"max_steps": -1, "num_train_epochs": 3.0}, {"step": 1, "epoch": 0.5}, near) == 3 * 334
+    assert total({}, {"step": 40, "epoch": 0.1198}) == 3 * 334, "rounded, and Hugging Face's number of epochs"
+    for unknown in ([], [{"step": 40}], [{"step": 0, "epoch": 0}], [{"step": 4, "epoch": "nan"}]):
+        assert total({"num_train_epochs": 2}, *unknown) is None
+    assert total(None) is None and total({"num_train_epochs": "x"}, near) is None
 
 
 def test_a_long_curve_is_means_of_its_parts() -> None:
@@ -68,6 +83,17 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Image.open(tmp_path / "curves.png") as image:
         colours = {colour for _, colour in image.getcolors(100_000)}
     assert colours >= set(history.COLOURS)
+    other = yaml.safe_load((one / "config.yaml").read_text()) | {"export": {"format": "onnx"}}
+    other["strategies"] = {"recompute": {"policy": "full", "every": 2}, "linear": {}}
+    (two / "config.yaml").write_text(yaml.safe_dump(other))
+    assert compare.main([str(one), str(two)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "not set" in line]
+    assert rows == [
+        ["export.format", "not", "set", '"onnx"'],
+        ["strategies.linear", "not", "set", "{}"],
+        ["strategies.recompute.every", "not", "set", "2"],
+        ["strategies.recompute.policy", "not", "set", '"full"'],
+    ], "a row for each key"
     same = run(tmp_path / "same", [8.0, 4.0, 2.0])
     assert compare.main([str(one), str(same)]) == 0
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``launch/plan.py --search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
+"""``deepstow search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
 
 import re
 from dataclasses import replace
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deepstow.launch.plan import main, parse
+from deepstow.launch import plan as plan_command
+from deepstow.launch.search import main, parse
 from deepstow.strategies.core.facts import Facts
 from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.sizes import human
@@ -132,13 +133,9 @@ def write(folder: Path, **training: object) -> Path:
 
 
 def first_as_written(path: Path, said: str, ranks: Ranks = RANKS) -> Plan:
-    """The plan of the config with the lines that are written for the first row."""
-    tree = yaml.safe_load(path.read_text())
-    for line in said.split("config:\n")[1].splitlines():
-        ((section, changes),) = yaml.safe_load(line).items()
-        tree[section] = changes if section == "strategies" else tree[section] | changes
-    path.write_text(yaml.safe_dump(tree))
-    return plan_of(load(path), ranks, sized(CARD, None, None))
+    """The plan of the config with what is to be set for the first row."""
+    changes = [line.strip() for line in said.split("for the first row:\n")[1].splitlines()]
+    return plan_of(load(path, changes), ranks, sized(CARD, None, None))
 
 
 def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
@@ -146,7 +143,7 @@ def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
 ) -> None:
     path = write(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     given = ["--config", str(path), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
-    assert main(["--search", *given]) == 0
+    assert main([*given]) == 0
     said = capsys.readouterr()
     assert "CPU seconds" in said.err and "48 sequences of 512 tokens per step" in said.out
     table = said.out.split("----\n")[1].split("\n\n")[0].splitlines()
@@ -165,7 +162,7 @@ def test_lossy_exchanges_between_machines(
 ) -> None:
     monkeypatch.setattr(hybrid, "MICRO_BATCHES", (2,))
     path = write(tmp_path)
-    given = ["--search", "--config", str(path), "--world-size", "4", "--profile", "h100-sxm-pcie5", "--lossy"]
+    given = ["--config", str(path), "--world-size", "4", "--profile", "h100-sxm-pcie5", "--lossy"]
     assert main(given) == 2 and "--lossy: all 4 ranks are on one machine" in capsys.readouterr().err
     assert main([*given, "--ranks-per-machine", "1", "--network", "1"]) == 0
     said = capsys.readouterr().out
@@ -181,7 +178,7 @@ def test_lossy_exchanges_between_machines(
 
 
 def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--search", "--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
+    given = ["--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
     most = []
     for changes in ([], ["strategies.offload.gpu_memory=2GiB"]):
         assert main([*given, *changes]) == 0
@@ -258,7 +255,7 @@ def test_what_fits_in_no_other_way(
     tree["model"]["config"], tree["data"] = dict(model), {**DATA, "max_length": tokens}
     path.write_text(yaml.safe_dump(tree))
     given = ["--world-size", "8", "--profile", "h100-sxm-pcie5", "--gpu-memory", memory, "--host-memory", "9GiB"]
-    assert main(["--search", "--config", str(path), *given]) == 0
+    assert main(["--config", str(path), *given]) == 0
     said = capsys.readouterr().out
     rows = said.split("----\n")[1].split("\n\n")[0].splitlines()
     assert rows and all(f", {degree} " in row for row in rows)
@@ -266,10 +263,10 @@ def test_what_fits_in_no_other_way(
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--search", "--config", str(write(tmp_path)), "--world-size", "2", "--profile", "h100-sxm-pcie5"]
+    given = ["--config", str(write(tmp_path)), "--world-size", "2", "--profile", "h100-sxm-pcie5"]
     assert main([*given, "--gpu-memory", "1MiB", "--host-memory", "8GiB"]) == 2
     first, *nearest = capsys.readouterr().err.split("before\n")[1].splitlines()
-    assert first.startswith("--search: nothing fits on 2 ranks of NVIDIA H100 80GB HBM3 with 1.0 MiB; nearest:")
+    assert first.startswith("deepstow search: nothing fits on 2 ranks of NVIDIA H100 80GB HBM3 with 1.0 MiB; nearest:")
     assert 1 <= len(nearest) <= 3 and all("lacks" in line and "device memory per rank" in line for line in nearest)
 
 
@@ -284,27 +281,33 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_not_known_is_asked_for(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--search", "--config", str(write(tmp_path)), *arguments]) == 2
+    assert main(["--config", str(write(tmp_path)), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("command", "arguments", "said"),
     [
-        ("--search", "--config FILE is required"),
-        ("--config x --search --fit", "--fit is not for --search"),
-        ("--config x --search --plot x", "--plot is not for --search"),
-        ("--config x --lossy", "--lossy is for --search"),
-        ("--config x --network 100", "--network 100: must be more than 0, and is for --search"),
-        ("--config x --search --network -1", "--network -1: must be more than 0"),
-        ("--fit --json x", "--json is about one plan, and --fit compares several; leave one of the two out"),
-        ("--config x --world-size 1000001", "--world-size 1000001: must be from 1 to 1000000"),
-        ("--config x --world-size 8 --ranks-per-machine 0", "must be from 1 to the world size, 8"),
-        ("--config x --world-size 8 --ranks-per-machine 9", "must be from 1 to the world size, 8"),
+        (parse, "", "--config FILE is required"),
+        (parse, "--config x --network -1", "--network -1: must be more than 0"),
+        (parse, "--config x --world-size 1000001", "--ranks 1000001: must be from 1 to 1000000"),
+        (parse, "--config x --ranks 8 --ranks-per-machine 0", "must be from 1 to the number of ranks, 8"),
+        (parse, "--config x --ranks 8 --ranks-per-machine 9", "must be from 1 to the number of ranks, 8"),
+        (parse, "--config x --plot x", "unrecognized arguments: --plot"),
+        (plan_command.parse, "--config x --network 100", "--network 100: is for --tokens, and for deepstow search"),
+        (plan_command.parse, "--config x --lossy", "unrecognized arguments: --lossy"),
     ],
 )
-def test_flags_that_do_not_go_together(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_do_not_go_together(
+    command: Any, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        parse(arguments.split())
+        command(arguments.split())
     assert said in capsys.readouterr().err
+
+
+def test_the_old_spelling_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command.main(["--search", "--config", "my.yaml", "--world-size", "8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(": deepstow search --config my.yaml --world-size 8")

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core.facts import Unit, UnitKind
-from deepstow.strategies.report.full_report import launched
+from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.report import explain
 from deepstow.trainer.model.stubs import fake_tensors
 from deepstow.trainer.model.temporaries import count
+from tests.helpers.fakes import facts
 
 
 class Layer(nn.Module):
@@ -48,5 +50,7 @@ def test_kernels_of_backward(frozen: bool) -> None:
 
 def test_both_are_said() -> None:
     unit = Unit("layers.0", UnitKind.BLOCK, 1, 1, launches=3, launches_back=5)
-    assert list(launched(unit)) == ["operators of a micro-batch that are launched one by one: forward 3, backward 5"]
-    assert list(launched(Unit("layers.0", UnitKind.BLOCK, 1, 1))) == []
+    *_, last = explain.lines(Plan.baseline(facts(unit)), "layers.0")
+    assert last == "operators of a micro-batch that are launched one by one: forward 3, backward 5"
+    unknown = explain.lines(Plan.baseline(facts(Unit("layers.0", UnitKind.BLOCK, 1, 1))), "layers.0")
+    assert not any("launched" in line for line in unknown)

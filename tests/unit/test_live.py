@@ -81,7 +81,7 @@ def test_the_records_of_the_trainer_at_most_each_second(tmp_path: Path, monkeypa
     terminal, clock = Terminal(24, 160), SimpleNamespace(now_s=100.0)
     monkeypatch.setattr(live.time, "monotonic", lambda: clock.now_s)
     view = Live(tmp_path / "run", LowestRows(terminal.end))
-    state: Any = SimpleNamespace(global_step=7, log_history=[])
+    state: Any = SimpleNamespace(max_steps=100, global_step=7, log_history=[])
 
     def after(seconds_s: float, step: int) -> str:
         clock.now_s += seconds_s
@@ -90,10 +90,10 @@ def test_the_records_of_the_trainer_at_most_each_second(tmp_path: Path, monkeypa
         terminal.read()
         return next(line for line in terminal.screen if "step" in line)
 
-    assert after(0.0, 7) == f"{tmp_path}/run  step 7"
+    assert after(0.0, 7) == f"{tmp_path}/run  step 7 of 100 (7%)"
     state.log_history += [{"step": step, "loss": 9.0 - step, "eta_s": 65.0} for step in (2, 4, 8)]
-    assert after(0.9, 8) == f"{tmp_path}/run  step 7"
-    assert after(0.1, 9) == f"{tmp_path}/run  step 9  1m05s left"
+    assert after(0.9, 8) == f"{tmp_path}/run  step 7 of 100 (7%)"
+    assert after(0.1, 9) == f"{tmp_path}/run  step 9 of 100 (9%)  1m05s left"
     assert terminal.screen[-1] == "  loss       █▅▁  7.000 -> 1.000"
     view.on_train_end()
     terminal.read()
@@ -126,9 +126,9 @@ def test_where_nothing_can_be_drawn_that_is_one_line(
     monkeypatch.setenv("TERM", "xterm")
     assert seen(rank=1) == seen(run_config(LLAMA)) == (0, "")
     (view,) = live.view(config, Ranks(), ended)
-    view.on_train_begin(None, SimpleNamespace(global_step=0, log_history=[]), None)
+    view.on_train_begin(None, SimpleNamespace(max_steps=100, global_step=0, log_history=[]), None)
     terminal.read()
-    assert terminal.screen[-1] == "runs/mine  step 0"
+    assert terminal.screen[-1] == "runs/mine  step 0 of 100 (0%)"
     ended.write(13)  # as a thread does before it ends the process
     terminal.read()
     assert terminal.shown() == [""] and terminal.region == (0, 11)

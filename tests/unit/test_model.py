@@ -195,7 +195,9 @@ def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(
     monkeypatch.chdir(tmp_path)
     Path("models/llama").mkdir(parents=True)
     assert refused(config=None, name_or_path="models/lama").endswith("no such folder; did you mean 'models/llama'?")
-    assert refused(config=None, name_or_path="runs/quickstart/export").endswith("no such folder; `make train` makes it")
+    assert refused(config=None, name_or_path="runs/quickstart/export").endswith(
+        "no such folder; deepstow train --config quickstart makes it"
+    )
 
 
 def test_a_name_that_the_hub_does_not_have_and_a_folder_without_a_model(

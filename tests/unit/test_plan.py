@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from deepstow.strategies.core.compose import ANSWERS, compose
 from deepstow.strategies.core.facts import MachineFacts, Precision
 from deepstow.strategies.core.plan import (
+    INPUT,
     RUN,
     Conflict,
     Decision,
@@ -24,9 +26,10 @@ from deepstow.strategies.core.plan import (
 )
 from deepstow.strategies.core.protocol import Idle, Phase, Requirement
 from deepstow.strategies.core.registry import find
-from deepstow.strategies.report import full_report
+from deepstow.strategies.report import explain, full_report
 from deepstow.strategies.report.plan_table import table
 from tests.helpers.fakes import block, embedding, facts, fake, head
+from tests.unit.test_step_cost import FAST, known, planned
 
 
 def share(unit: str, kind: Kind, shards: int = 2, reason: str = "test", tier: Tier = Tier.DEVICE) -> Share:
@@ -205,13 +208,23 @@ def test_what_rests_on_the_host_counts_there() -> None:
 # What it says
 
 
-def test_explain_gives_every_answer_with_who_and_why() -> None:
+def test_explain_says_every_answer_in_words_with_who_and_why() -> None:
     plan = Plan.baseline(facts()).amend([share("head", Kind.PARAM, reason="a half each")], by="zero")
-    lines = plan.explain("head").splitlines()
-    assert len(lines) == sum(decision.unit == "head" for decision, _ in plan.answers.values()) == 6
-    (changed,) = [line for line in lines if line.startswith("Share head PARAM ")]
-    assert changed.endswith("[zero: a half each]")
-    kept = next(line for line in lines if line.startswith("Keep head "))
-    assert kept.endswith("policy=none, saved_bytes=4000  [baseline: all kept]")
+    first, _, _, *rows, backward, computed = explain.lines(plan, "head")
+    assert first == "head: 40 parameters, 40 of them trained"
+    assert [row.split("  ")[0] for row in rows] == ["parameters", "gradients", "moments", "saved for backward"]
+    assert re.split("  +", rows[0]) == ["parameters", "device", "1/2", "80 B", "zero", "a half each"]
+    assert backward == "backward: uses all that forward saved [baseline: all kept]"
+    assert computed.startswith("computed: native [baseline: ")
     both = plan.amend([replace(plan.keep("head"), saved_bytes=1)], by="a")
     assert both.decided_by(("Share", "head", "PARAM"), ("Keep", "head")) == "a, zero"
+
+
+def test_explain_has_no_names_of_the_code() -> None:
+    """Of tensors that are at two tiers, of a block that is recomputed, and of one that is stowed."""
+    plan = planned(known(FAST), site="host")
+    again = replace(plan.keep("layers.0"), policy="full", kept=("linear 0",), hosted=(INPUT,), hosted_bytes=8)
+    said = "\n".join(explain.lines(plan.amend([again], by="offload"), "layers.0"))
+    assert "=" not in said and "_" not in said
+    assert "runs forward again; kept: the input, linear 0; on the host meanwhile: input" in said
+    assert "buckets: layers.0" in said

@@ -89,17 +89,23 @@ def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
     check = check_of(tmp_path)
     with check.counting(Square(), 0):
         Square()(torch.ones(8, requires_grad=True))
+    (tmp_path / "plan.txt").write_text("the plan\n")
     for step in (1, 2, 3):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         check.on_step_end(None, state, TrainerControl())  # type: ignore[arg-type]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "plan against run, after step 2"
+    title, *printed = capsys.readouterr().out.splitlines()
+    assert title == "measured after step 2:" and [line[:16].strip() for line in printed] == ["process memory"]
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["measured"][0]["owner"] == "saved for backward"
     assert written["rows"] == []
-    assert len(lines) == 3 + len(written["measured"])  # title, names of columns, dashes
+    whole = (tmp_path / "plan.txt").read_text().splitlines()
+    assert whole[:2] == ["the plan", ""] and whole[2] == "plan against run, after step 2"
+    assert len(whole) == 5 + len(written["measured"])  # names of columns, dashes
     assert Comparison("x", 110, 100).cells() == ("x", "110 B", "100 B", "+10.0 %")
     assert Comparison("x", 1, 0).error == 0.0
+    assert Comparison("x", 110, 100).words == "100 B; planned: 110 B, 10% more"
+    assert Comparison("x", 1.0, 2.0, "seconds").words == "2 s; simulated: 1 s, 50% less"
+    assert Comparison("x", 1001, 1000).words == "1000 B, as planned"
 
 
 def test_memory_of_other_ranks_that_a_process_maps_counts_as_its_own(tmp_path: Path) -> None:
@@ -125,9 +131,11 @@ def test_the_median_of_the_first_steps_counts(tmp_path: Path, monkeypatch: Any, 
         check.on_step_begin(None, TrainerState(global_step=step - 1), None, model=Square())
         check.on_step_end(None, TrainerState(global_step=step, is_world_process_zero=True), None)
     check.on_train_end(None, TrainerState(global_step=4, is_world_process_zero=True), None)
-    *_, title, _, _, row = capsys.readouterr().out.splitlines()
-    assert title == "plan against run, steps 2 to 4"
-    assert row.split() == ["a", "step", "1", "s", "2", "s", "-50.0", "%"]
+    *_, title, row = capsys.readouterr().out.splitlines()
+    assert (title, row) == ("measured in steps 2 to 4:", "time per step   2 s; simulated: 1 s, 50% less")
+    monkeypatch.setattr(plan_check, "plan_cost", lambda plan: None)
+    check.on_train_end(None, TrainerState(global_step=4, is_world_process_zero=True), None)
+    assert capsys.readouterr().out == "measured in steps 2 to 4: 2 s per step, 8 tokens/s\n", "also without rates"
 
 
 def test_the_median_of_each_unit_counts() -> None:

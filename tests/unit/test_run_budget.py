@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deepstow.launch import search
 from deepstow.launch.plan import main
 from deepstow.strategies.report import run_budget
 from deepstow.strategies.report.run_budget import Asked
@@ -59,7 +60,7 @@ def test_a_plan_and_a_search_say_what_a_run_takes(
     asked = ["--tokens", "15M", "--price-per-gpu-hour", "2.5", "--profile", "h100-sxm-pcie5"]
     assert main([*write(tmp_path, offload={"site": "host"}), *asked]) == 0
     said = capsys.readouterr().out
-    simulated = float(said.split("simulated step: ")[1].split()[0])
+    simulated = float(said.split("\ntime per step ")[1].split()[0])
     ((ranks, _, seconds, *_), *_) = rows_of(said)
     assert ranks == "1" and float(seconds) == pytest.approx(simulated, rel=1e-2)
 
@@ -69,7 +70,7 @@ def test_a_plan_and_a_search_say_what_a_run_takes(
     assert [float(row[2]) for row in own] == sorted(float(row[2]) for row in own), "a ring has more hops"
 
     found = tmp_path / "search.json"
-    assert main(["--search", *write(tmp_path), *asked, "--world-size", "16", "--json", str(found)]) == 0
+    assert search.main([*write(tmp_path), *asked, "--world-size", "16", "--json", str(found)]) == 0
     said = capsys.readouterr().out
     first, *_ = plans = json.loads(found.read_text())["plans"]
     assert float(rows_of(said)[0][2]) == pytest.approx(first["seconds"], rel=1e-3)
@@ -86,7 +87,7 @@ def test_a_plan_and_a_search_say_what_a_run_takes(
         (["--tokens", "1B", "--mfu", "1.2"], "--mfu 1.2: must be a number above 0 and at most 1"),
         (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour is about a run; say how long it is, as in --tokens 15B"),
         (["--tokens", "1B", "--profile", "cpu"], "neither the rates nor the peak of cpu are known; give --profile"),
-        (["--search", "--tokens", "0", "--world-size", "8"], "--tokens 0: must be"),
+        (["--tokens", "0", "--ranks", "8"], "--tokens 0: must be"),
         (["--tokens", "1B", "--world-size", "16", "--profile", "rtx4090-pcie4"], "give --network 200"),
     ],
 )

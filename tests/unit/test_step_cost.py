@@ -127,7 +127,7 @@ def test_ranks_of_a_machine_share_its_disks(ranks: int, drives: int) -> None:
     (line,) = full_report.disk_lines(plan, cost)
     speed = f"read 0.002 GB/s, written 0.001{' by 2 drives together' if drives == 2 else ''}"
     assert f"{64 * ranks}.0 MiB of" in line
-    assert f"{speed} (assumed; launch/doctor.py --rates --disk {' '.join(disk)} measures)" in line
+    assert f"{speed} (assumed; deepstow doctor --rates --disk {' '.join(disk)} measures)" in line
     days = "10,417" if drives == 1 else "20,833"
     assert f"0.0024 TB written per hour (a drive that is rated for 600 TB lasts {days} days)" in line
     with pytest.raises(MemoryRefusal, match=r"24\.0 MiB too much"):

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import EvalPrediction, LlamaConfig
+from datasets import Dataset
+from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM
 
 from deepstow.strategies.parallel.deepspeed import ds_config
 from deepstow.trainer.config.conflicts import OWN_LOSS
 from deepstow.trainer.config.load import load_tree
-from deepstow.trainer.config.sections import LoraSection, RunConfig
+from deepstow.trainer.config.sections import LoraSection, QuantizationSection, RunConfig
 from deepstow.trainer.data import bounds, rows
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import check_batch
@@ -111,6 +112,26 @@ def test_several_labels_and_numbers(head: Any, labels: list[Any], found: Any, wo
         assert made("classification", given, words, tmp_path, head).train["labels"][:] == found
 
 
+@pytest.mark.parametrize(
+    ("labels", "line"),
+    [
+        (["good", "bad", "good"], "write under model: labels: [bad, good]"),
+        ([2, 10, 1], 'write under model: labels: ["1", "2", "10"]'),
+        (["yes", "New York"], 'write under model: labels: ["New York", "yes"]'),
+        (["only"], "field 'label' is 'only', the labels are LABEL_0, LABEL_1"),
+        ([f"l{each}" for each in range(300)], "has over 200 values: is it the column of the labels?"),
+    ],
+)
+def test_labels_that_nobody_has_named_are_a_line_for_the_config(
+    labels: list[Any], line: str, words: Any, tmp_path: Path
+) -> None:
+    given = [{"text": "a good text", "label": label} for label in labels]
+    with pytest.raises(DataError) as refused:
+        made("classification", given, words, tmp_path, {"labels": None, "config": {**LLAMA, "num_labels": 2}})
+    (found,) = refused.value.lines
+    assert line in found
+
+
 def test_what_a_saved_model_is_told() -> None:
     """Without a word about it, one output is a number to Transformers' losses."""
     assert problem_of(LlamaConfig(num_labels=1)) == "regression"
@@ -142,9 +163,10 @@ GOOD: dict[str, dict[str, Any]] = {
         ("classification", {"text": "a \ud800"}, "rows.jsonl:2: field 'text' holds half a surrogate pair"),
         ("dpo", {"rejected": "c \udfff"}, "rows.jsonl:2: field 'rejected' holds half a surrogate pair"),
         ("dpo", {"rejected": 3}, "rows.jsonl:2: field 'rejected' is an integer; every row needs a string or a list"),
-        ("dpo", {"rejected": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: prompt and answers are not all text"),
+        ("dpo", {"rejected": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: chosen and rejected are not all text"),
+        ("dpo", {"rejected": [{"text": "c"}]}, "rows.jsonl:2: field 'rejected[0]' needs role and content; found: text"),
         ("kto", {"label": 1}, "rows.jsonl:2: field 'label' is an integer; every row needs a boolean"),
-        ("kto", {"completion": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: prompt and answers are not all"),
+        ("kto", {"completion": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: the prompt is none of the turns"),
     ],
 )
 def test_bad_rows(task: str, row: dict[str, Any], line: str, words: Any, tmp_path: Path) -> None:
@@ -171,8 +193,82 @@ def test_what_is_wrong_is_said_once(words: Any, tmp_path: Path) -> None:
 
 
 def test_a_column_is_missing(words: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"task dpo needs prompt \+ chosen \+ rejected, no 'chosen' in prompt, better"):
+    with pytest.raises(DataError, match=r"task dpo needs chosen \+ rejected, no 'chosen' in prompt, better"):
         made("dpo", [{"prompt": "a", "better": "b"}], words, tmp_path)
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    """A conversation that the user begins."""
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
+# Rows as they are published, and as TRL is given them where it refuses the first.
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hh-rlhf": (
+        {
+            "chosen": "\n\nHuman: a text?\n\nAssistant: a good text",
+            "rejected": "\n\nHuman: a text?\n\nAssistant: a bad text",
+        },
+        {},
+    ),
+    "messages": (
+        {"chosen": turns("a", "b", "c", "good"), "rejected": turns("a", "b", "c", "bad")},
+        {},
+    ),
+    "ultrafeedback": (
+        {"prompt": "a text", "chosen": turns("a text", "good"), "rejected": turns("a text", "bad")},
+        {"prompt": turns("a text"), "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]},
+    ),
+    "answers alone": (
+        {"prompt": "a text", "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]},
+        {"prompt": turns("a text"), "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]},
+    ),
+    "text under messages": (
+        {"prompt": turns("a text"), "chosen": "good", "rejected": "bad"},
+        {"prompt": turns("a text"), "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_preferences_have_the_tokens_that_trl_makes(form: str, words: Any, tmp_path: Path) -> None:
+    from trl import DPOConfig, DPOTrainer
+
+    row, theirs = FORMS[form]
+    model, before = (LlamaForCausalLM(LlamaConfig(**LLAMA)) for _ in range(2))
+
+    def tokens(data: Any) -> Any:
+        given = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+        tokenised = DPOTrainer(model, before, given, train_dataset=data, processing_class=words).train_dataset
+        return [tokenised[name][:] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+
+    expected = tokens(Dataset.from_list([theirs or row] * 2))
+    assert tokens(made("dpo", [row] * 2, words, tmp_path).train) == expected
+    assert expected[1] != expected[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"chosen": "good", "rejected": "bad"}, "chosen and rejected do not begin alike, so they hold no prompt"),
+        ({"chosen": "good ", "rejected": "bad"}, "chosen and rejected do not begin alike"),
+        ({"chosen": "", "rejected": ""}, "chosen and rejected do not begin alike"),
+        ({"chosen": turns("a", "b"), "rejected": turns("c", "d")}, "chosen and rejected do not begin alike"),
+        (
+            {"chosen": turns("a", "b"), "rejected": turns("a")},
+            "chosen and rejected must have the same turns up to the assistant's last",
+        ),
+        ({"chosen": [], "rejected": []}, "field 'chosen' is an empty list"),
+        (
+            {"prompt": "x", "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+            "the prompt is none of the turns before the answers",
+        ),
+    ],
+)
+def test_preferences_without_one_prompt(row: dict[str, Any], line: str, words: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as refused:
+        made("dpo", [row], words, tmp_path)
+    assert f"rows.jsonl:1: {line}" in refused.value.lines[0]
 
 
 def refused(config: RunConfig) -> list[str]:
@@ -305,6 +401,16 @@ def test_smoothed_labels_are_planned_or_refused_with_the_config(task: str) -> No
     assert saved[1] > saved[0]
 
 
+def test_a_head_in_few_bits_is_refused_where_the_loss_reads_it() -> None:
+    bits = QuantizationSection(load_in_4bit=True, llm_int8_skip_modules=["q_proj"])
+    head = {"lora": LoraSection(r=2, target_modules=["v_proj"]), "quantization_config": bits}
+    with pytest.raises(ConfigError, match=r"llm_int8_skip_modules = \[\"q_proj\"\]: TRL multiplies with the head's"):
+        from_config.plan_of(config_of("dpo", head=head), Ranks(), probe())
+    named = bits.model_copy(update={"llm_int8_skip_modules": ["q_proj", "lm_head"]})
+    plan = from_config.plan_of(config_of("dpo", head=head | {"quantization_config": named}), Ranks(), probe())
+    assert plan.facts.run.trained_bytes == 2, "TRL rounds adapters to bfloat16"
+
+
 def test_other_commands_are_for_language_models() -> None:
     config, machine = config_of("dpo", {"offload": {}}), probe()
     for call in (
@@ -375,10 +481,12 @@ def test_what_is_not_read_and_what_teaches_nothing_is_said(words: Any, tmp_path:
     given = [{"prompt": "a", "chosen": "b", "rejected": each, "id": 1} for each in ("c", "b", "b")]
     made("dpo", given, words, tmp_path, say=said.append)
     path = tmp_path / "rows.jsonl"
-    assert said[:2] == [
-        f"data: {path}: columns that are not read: id",
-        f"data: chosen and rejected are the same in 2 rows, the first at {path}:2: no preference",
-    ]
+    same = f"data: chosen and rejected are the same in 2 of 3 rows, the first at {path}:2: no preference"
+    assert said[:2] == [f"data: {path}: columns that are not read: id", f"WARNING: {same}"]
+    with pytest.raises(DataError, match=r"the same in 2 of 2 rows, the first at .*: there is nothing to prefer"):
+        made("dpo", given[1:], words, tmp_path)
+    with pytest.raises(DataError, match="later rows are of another form than the first 256"):
+        made("dpo", [GOOD["dpo"]] * 256 + [{name: turns("a", "b")[1:] for name in GOOD["dpo"]}], words, tmp_path)
 
 
 def test_no_full_batch() -> None:

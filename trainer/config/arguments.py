@@ -136,7 +136,7 @@ class TrainingSection(Section):
     warmup_steps: Warmup | None = option("Steps of linear warm-up; below 1 it is a share of all steps.")
     seed: Seed = option("Seed of everything random but the order of the data.", 42)
     data_seed: Seed | None = option("Seed of the order of the data; not set means seed.")
-    full_determinism: bool | None = option("Only kernels whose sums have one order; slower, see docs/exactness.md.")
+    full_determinism: bool | None = option("Only kernels whose sums have one order; slower (deepstow docs exactness).")
     bf16: bool = option("Compute in bfloat16 and keep fp32 master weights.", False)
     fp16: bool = option("Compute in float16 with loss scaling and keep fp32 master weights.", False)
     tf32: bool | None = option("Allow TF32 in fp32 matrix products.")

@@ -211,7 +211,7 @@ def unknown_key(key: Key, siblings: Sequence[str]) -> str:
     leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
     if len(key) <= 2 and (near := difflib.get_close_matches(key[-1], leaves, n=1, cutoff=0.75)):
         return f"unknown key; did you mean '{leaves[near[0]]}'?"
-    known = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "see docs/config.md"
+    known = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "all keys: deepstow docs config"
     return f"unknown key; {known}"
 
 

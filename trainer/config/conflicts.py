@@ -68,7 +68,12 @@ def _value(sections: Mapping[str, Any], key: str) -> Any:
 def _model(m: Values, d: Values, t: Values) -> Found:
     if m.config and m.name_or_path:
         yield "model.config", f"cannot go with model.name_or_path; {KEEP_ONE}"
-    if m.config is None and m.name_or_path is None:
+    if m.config and m.adapter:
+        what = "is of no use without its base, and model.config has random weights; write model.name_or_path"
+        yield "model.adapter", what
+    elif m.adapter and m.lora is None:
+        yield "model.adapter", "needs model.lora, which a config file is given from the adapter"
+    if m.config is None and m.name_or_path is None and m.adapter is None:
         yield "model.name_or_path", "missing; write a folder or hub name, or model.config for random weights"
     if isinstance(m.config, dict):
         if m.tokenizer is None:
@@ -112,13 +117,18 @@ def _quantised(task: str, m: Values, t: Values) -> Found:
     four, eight = (q.get(f"load_in_{bits}bit", False) for bits in (4, 8))
     if four is eight:
         yield key, "must have one of load_in_4bit: true and load_in_8bit: true"
-    if m.lora is None:
+    if m.lora is None and m.adapter is None:
         yield key, "quantised weights cannot be trained; write model.lora beside it"
     elif isinstance(m.lora, dict) and m.lora.get("use_dora"):
         what = "PEFT dequantises the whole weight of every layer for it, which cannot be planned"
         yield "model.lora.use_dora", f"cannot go with model.quantization_config: {what}; {KEEP_ONE}"
-    if task in PREFERENCES:
-        yield key, f"task {task}: TRL changes quantised models (norms in float32), which is not planned; leave it out"
+    if task in PREFERENCES and t.fp16:
+        yield "training.fp16", f"task {task}: TRL trains adapters of a quantised base in bfloat16; write training.bf16"
+    lora = m.lora if isinstance(m.lora, dict) else {}
+    in_full = task == "reward" or lora.get("modules_to_save") or lora.get("bias", "none") != "none"
+    if task in ("dpo", "kto", "reward") and in_full and t.bf16 in OFF and t.fp16 in OFF and m.dtype == "float32":
+        what = "TRL has what is trained in full in bfloat16 beside a quantised base, and its inputs in float32"
+        yield "training.bf16", f"task {task}: {what}; write true"
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if eight and t[name]:
             yield f"training.{name}", KEPT_INPUTS
@@ -199,7 +209,7 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.problem_type", f"is for task classification, and this is {task}; leave it out"
     if t.sample_prompts and task in ("classification", "reward", "seq2seq", "embedding"):
         yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
-    if m.quantization_config and task not in LANGUAGE:
+    if m.quantization_config and task not in (*LANGUAGE, *PREFERENCES):
         yield "model.quantization_config", f"has not been compared with the stock Trainer for task {task}; leave it out"
     for key in NOT_THEIRS:
         if t[key] and task in OWN_LOSS:
@@ -341,6 +351,12 @@ def _best_model(t: Values) -> Found:
 def _strategies(sections: Mapping[str, Values]) -> Found:
     m, t = sections["model"], sections["training"]
     half = m.dtype != "float32" and t.bf16 in OFF and t.fp16 in OFF
+    options = sections["strategies"].get("zero")
+    if m.adapter and (
+        ("tensor" in sections["strategies"]) or (isinstance(options, dict) and options.get("stage") == 3)
+    ):
+        what = "strategies.tensor and stage 3 of strategies.zero divide weights before an adapter could be loaded"
+        yield "model.adapter", f"{what}; merge it into its base, and train a new one"
     given = values_in(sections)
 
     def value_of(key: str) -> Any:

@@ -1,5 +1,6 @@
-"""Generate the tables of keys in ``docs/config.md`` and ``docs/strategies``, between two marks, from the sections; and
-what goes together, in ``docs/parallel.md``, from the rules of compatibility.
+"""Generate tables of the docs, between two marks: the keys in ``config.md`` and ``strategies``, from the sections; what
+goes together in ``compatibility.md``, from the rules; ``exit-codes.md``, from the errors; and ``compared.md``, from the
+YAML file beside it.
 
 ``python -m deepstow.trainer.config.doc`` writes them; a test compares the files with what would be written.
 """
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -19,23 +22,65 @@ from deepstow.strategies.core.compatibility import parts_of, values_in
 from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config.check import allowed, elsewhere, inner_model
 from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
+from deepstow.trainer.errors import MEANINGS, ExitCode
 
 BEGIN, END = "<!-- keys: written by `python -m deepstow.trainer.config.doc` -->\n", "<!-- end of keys -->\n"
+MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b|\bdeepstow docs [a-z][a-z_-]*")
+FRAMEWORKS = {
+    "axolotl": "Axolotl", "llama_factory": "LLaMA-Factory", "hugging_face": "Hugging Face + DeepSpeed", "here": "here",
+}  # fmt: skip
 
 
 def pages(docs: Path) -> Iterator[tuple[Path, str]]:
     """Each page in the folder ``docs`` with generated tables, and the text that it should have. ValueError if a page
     does not have the two marks.
     """
-    written = {docs / "config.md": _whole_config()}
-    written |= {docs / "strategies" / f"{name}.md": _keys(find(name)) for name in available()}
-    written[docs / "parallel.md"] = _compatibility()
-    for page, tables in written.items():
+    codes = ((f"`{int(code)}`", text, _again(code)) for code, text in MEANINGS.items())
+    written = {"config": _whole_config(), "compatibility": _compatibility()}
+    written |= {
+        "exit-codes": _table(("code", "meaning", "start again?"), codes),
+        "compared": _compared(docs / "compared.yaml"),
+    }
+    written |= {f"strategies/{name}": _keys(find(name)) for name in available()}
+    for name, tables in written.items():
+        page = docs / f"{name}.md"
         before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         _, end, after = rest.partition(END)
         if not (begin and end):
             raise ValueError(f"{page}: the marks {BEGIN.strip()!r} and {END.strip()!r} are missing")
-        yield page, "".join((before, BEGIN, "\n", tables, "\n", END, after))
+        yield page, "".join((before, BEGIN, "\n", _linked(tables, name, docs), "\n", END, after))
+
+
+def _again(code: int) -> str:
+    """Whether a scheduler starts a run again that ended so."""
+    if code in (ExitCode.FINISHED, ExitCode.INTERRUPTED):
+        return "no"
+    by_others = code in (ExitCode.PREEMPTED, ExitCode.WATCHDOG, ExitCode.PEER_DIED)
+    return "yes" if by_others else "after a look: it would end in the same way"
+
+
+def _linked(text: str, page: str, docs: Path) -> str:
+    """``text`` with the pages that it names, as in "see deepstow docs attention", as links from ``page``."""
+    paths = {path.stem: path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+
+    def link(found: re.Match[str]) -> str:
+        name = Path(found[0].split()[-1]).stem
+        said = found[0] if found[0].startswith("deepstow") else name
+        return f"[{said}]({'../' * page.count('/')}{paths[name]})"
+
+    return MENTION.sub(link, text)
+
+
+def _cells(rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
+    return ((row["feature"], *(row[name] for name in FRAMEWORKS)) for row in rows)
+
+
+def _compared(path: Path) -> str:
+    """What is written for a feature in each framework, a table for each group."""
+    groups: dict[str, list[dict[str, str]]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return "\n".join(
+        f"## {group}\n\n{_table(('', *FRAMEWORKS.values()), _cells(rows))}" for group, rows in groups.items()
+    )
 
 
 def _whole_config() -> str:
@@ -67,18 +112,19 @@ def _keys(model: type[BaseModel]) -> str:
 
 
 def _keys_of(fields: Mapping[str, FieldInfo]) -> str:
-    rows = [
-        (f"`{name}`", allowed(field.annotation, field.metadata), _default(field), field.description or "")
+    """Two columns, so that the second one is seen on a telephone."""
+    rows = (
+        (f"`{name}`", f"{field.description or ''} *({allowed(field.annotation, field.metadata)}; {_default(field)})*")
         for name, field in fields.items()
-    ]
-    return _table(("key", "must be", "default", "meaning"), rows) if rows else "No options.\n"
+    )
+    return _table(("key", "meaning"), rows) if fields else "No options.\n"
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "**required**"
+        return "required"
     value = field.get_default(call_default_factory=True)
-    return "not set" if value is None else f"`{json.dumps(value, default=str)}`"
+    return "not set" if value is None else f"default `{json.dumps(value, default=str)}`"
 
 
 def variants() -> dict[str, tuple[str, Mapping[str, Any]]]:
@@ -105,19 +151,20 @@ def _compatibility() -> str:
             refused = any(rule.applies(value_of) for rule in known)
             cells.append("" if name == whole[label][0] else "-" if refused else "+")
         table.append((f"`{label}`", *cells, *[""] * (len(names) - 1 - row)))
-    grouped: dict[tuple[str, ...], list[str]] = {}
+    strategies, keys = dict[tuple[str, str, str], list[str]](), dict[tuple[str, str], list[str]]()
     for rule in known:
-        beside, unless = _terms(rule.beside, " and "), _terms(rule.unless, " or ")
+        beside = _terms(rule.beside, " and ")
         if rule.key.startswith("strategies."):
-            grouped.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
+            unless = f"unless there is {_terms(rule.unless, ' or ')}" if rule.unless else ""
+            strategies.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
         else:
-            grouped.setdefault((beside, rule.why), []).append(_term(rule.key))
-    inside = [(one[0], "; ".join(many), *one[1:]) for one, many in grouped.items() if len(one) == 3]
-    outside = [(one[0], ", ".join(many), one[1]) for one, many in grouped.items() if len(one) == 2]
+            keys.setdefault((beside, rule.why), []).append(_term(rule.key))
+    pairs = ((one, f"{'; '.join(many)} {unless}".strip(), why) for (one, unless, why), many in strategies.items())
+    outside = ((one, ", ".join(many), why) for (one, why), many in keys.items())
     parts = (
         _table(("", *(f"`{label}`" for label in names[:-1])), table),
-        _table(("refused", "beside", "unless there is", "why"), inside),
-        _table(("beside", "keys of other sections that are refused", "why"), outside),
+        _table(("refused", "beside", "why"), pairs),
+        _table(("beside", "keys that are refused", "why"), outside),
     )
     return "\n".join(parts)
 

@@ -18,6 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from deepstow.strategies.core.registry import available, find
 from deepstow.trainer.config.check import check
+from deepstow.trainer.config.saved_adapter import filled
 from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
 from deepstow.trainer.config.yaml_file import (
     COMMAND_LINE,
@@ -64,7 +65,9 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
     faults = [fault for layer in layers for fault in layer.problems]
     unread = {fault.key for fault in faults}
     whole = ("extends",) not in unread and all(layer.tree or not layer.problems for layer in (base, file))
-    for fault in check(tree, whole):
+    tree, found = filled(tree)
+    unsaid = {fault.key for fault in found}
+    for fault in [*found, *(each for each in check(tree, whole) if each.key not in unsaid)]:
         if fault.key not in unread:
             faults.append(fault._replace(location=location_of(fault.key, locations) or Location(path, 1)))
     if faults:

@@ -104,7 +104,7 @@ class RandomSection(Section):
 
 
 class AttentionMaskSection(Section):
-    """What each token sees of its document besides itself: a block-sparse mask, see docs/attention.md."""
+    """What each token sees of its document besides itself: a block-sparse mask (deepstow docs attention)."""
 
     window: Count = Field(description="Last tokens that are seen, itself among them.")
     sink: Annotated[int, Field(ge=0)] = option("First tokens of the document that all tokens see (attention sinks).", 0)
@@ -127,10 +127,10 @@ class ModelSection(Section):
     ] = option("Name or folder, or one to train; not set means the model's own.")
     dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
     attn_implementation: Attention | None = option(
-        "Attention kernel, see docs/attention.md; auto: the best one here; not set means the model's default."
+        "Attention kernel (deepstow docs attention); auto: the best one here; not set means the model's default."
     )
     attention_mask: AttentionMaskSection | None = option(
-        "Fewer tokens that each token sees, see docs/attention.md; not set means all before it, or what the model says."
+        "Fewer tokens than all before it (deepstow docs attention); not set means all, or what the model says."
     )
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     labels: Annotated[
@@ -140,6 +140,9 @@ class ModelSection(Section):
         "classification: one label per row, several, or numbers; not set means the saved model's own, or one label."
     )
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
+    adapter: NonEmpty | None = option(
+        "Folder of a saved LoRA adapter that training goes on with; it says model.lora, its base and its tokenizer."
+    )
     quantization_config: QuantizationSection | None = option("Base weights in 4 or 8 bits under model.lora.")
 
     @property
@@ -222,7 +225,7 @@ OPTIONAL: Mapping[str, type[Section]] = {
 class RunConfig(Section):
     """Everything that decides a run. ``trainer/config/load.py`` makes it from files; equal configs give equal runs."""
 
-    task: TaskName = option("What is learned; docs/tasks.md has the columns that each needs.", "sft")
+    task: TaskName = option("What is learned; deepstow docs tasks has the columns that each needs.", "sft")
     model: ModelSection
     data: DataSection
     training: TrainingSection

@@ -27,7 +27,7 @@ Pattern = Annotated[NonEmpty, AfterValidator(_check_pattern)]
 class DistillSection(Section):
     """Learn from the answers of a teacher as well as from the data: each trained token's loss is
     alpha * temperature^2 * divergence(teacher, student) + (1 - alpha) * cross-entropy. Hidden states may be in
-    the place of the divergence, or beside it. See docs/distill.md.
+    the place of the divergence, or beside it (deepstow docs distill).
     """
 
     teacher: Annotated[
@@ -62,8 +62,8 @@ class DistillSection(Section):
 
 
 class PruneSection(Section):
-    """Make weights of linear layers zero while training, and keep them so, or take parts of the model out before. See
-    docs/prune.md and docs/structured.md.
+    """Make weights of linear layers zero while training, and keep them so, or take parts of the model out before
+    (deepstow docs prune, deepstow docs structured).
     """
 
     method: Literal["magnitude", "wanda", "2:4", "structured"] = option(
@@ -103,8 +103,8 @@ class PruneSection(Section):
 
 
 class QuantizeSection(Section):
-    """Export the trained model in 8 or 4 bits as well, after training. See docs/quantize.md. Needs bitsandbytes, or
-    torchao for the formats by group.
+    """Export the trained model in 8 or 4 bits as well, after training (deepstow docs quantize). Needs
+    bitsandbytes, or torchao for the formats by group.
     """
 
     formats: Annotated[list[Literal["int8", "nf4", "fp4", "int8_group", "int4_group"]], Field(min_length=1)] = option(
@@ -125,7 +125,7 @@ class QuantizeSection(Section):
 
 
 class ExportSection(Section):
-    """Export the trained model in another format as well, after training. See docs/export.md."""
+    """Export the trained model in another format as well, after training (deepstow docs export)."""
 
     format: Literal["torch_export", "onnx", "gguf"] = option(
         "A file for torch.export.load, one of ONNX, which takes onnx, onnxscript and onnxruntime, or one of llama.cpp, "

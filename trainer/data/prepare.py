@@ -43,7 +43,7 @@ from deepstow.trainer.data.packing import MASKED, Spans, Tokens
 from deepstow.trainer.data.report import Say, Tally
 from deepstow.trainer.data.sources import Row, Source, open_source
 from deepstow.trainer.data.stream import Stream, stream
-from deepstow.trainer.errors import DataError
+from deepstow.trainer.errors import DataError, warning
 from deepstow.trainer.model.hashes import hashes
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ def prepare(
     named = section.chat_template or section.chat_template_path
     template = encoder.template.text if encoder.template and named else None
     found = json.loads((home / REPORT).read_text()) if REPORT in there else None
+    for line in (found or {}).get("warnings", ()):
+        say(warning(line))
     formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
     return Prepared(rows, held, formats, made_of, template, found)
 

@@ -27,6 +27,14 @@ UNTRAINED = "without a token that is trained on"
 BEYOND = "whose first trained token is beyond data.max_length"
 LONG = "longer than data.max_length"
 
+MANY = 5  # a share of one in so many dropped rows is a warning
+CURES = {
+    EMPTY: "look at these rows, or at data.columns",
+    UNTRAINED: "deepstow train --show-sample shows what is trained on",
+    BEYOND: "raise data.max_length",
+    LONG: "raise data.max_length, or write data.excess_length_strategy: truncate",
+}
+
 PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
 MOST = 5  # lines, and further places in a line
 
@@ -121,6 +129,15 @@ class Tally:
     def _dropped(self) -> str:
         return ", ".join(f"{number:,} {why}" for why, number in sorted(self.dropped.items()))
 
+    def warning(self) -> str:
+        """A line about many dropped rows, with the cure for most of them; empty if they are few."""
+        dropped = self.dropped.total()
+        if dropped * MANY <= dropped + self.rows:
+            return ""
+        ((most, _),) = self.dropped.most_common(1)
+        what = f"{dropped:,} of {dropped + self.rows:,} rows are dropped"
+        return f"data: {self.name}: {what}: {self._dropped()}; {CURES[most]}"
+
     def line(self) -> str:
         """All of it but the lengths."""
         notes = [f"dropped: {self._dropped()}"] if self.dropped else []
@@ -139,7 +156,8 @@ def content(max_length: int, made: Iterable[tuple[list[Tally], list[str]]]) -> d
     hashes = [[tally.hashes.sorted() for tally in side] for side in sides]
     if len(hashes) == 2 and (both := sum(among(each, hashes[1]) for each in hashes[0])):
         said.append(f"data: {both:,} of the evaluation documents are trained on, too")
-    return {"max_length": max_length, "sources": sources, "lines": said}
+    warnings = [line for side in sides for one in side if (line := one.warning())]
+    return {"max_length": max_length, "sources": sources, "lines": said, "warnings": warnings}
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -184,10 +202,12 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             left, top = LEFT + place * across, floor - (height - 100) * number / most
             pen.rectangle((left, top, left + across - 2, floor), fill=PARTS[0])
             if low <= limit < high:
-                pen.line((left + across / 2, floor - height + 76, left + across / 2, floor), RED, 2)
-                pen.text((left + across / 2 + 6, floor - height + 60), f"data.max_length {limit:,}", RED, FONT)
+                at = left + across * math.log(limit / low) / math.log(high / low)  # the axis is logarithmic
+                pen.line((at, floor - height + 76, at, floor), RED, 2)
+                pen.text((at + 6, floor - height + 60), f"data.max_length {limit:,}", RED, FONT)
             if place % max(1, len(bins) // 12) == 0:
                 pen.text((left, floor + 4), f"{low:,}", INK, FONT)
         pen.text((MARGIN, floor - height + 92), f"{most:,} rows", INK, FONT)
+        pen.text((MARGIN, floor + 4), "tokens", INK, FONT)
         pen.line((LEFT, floor, WIDTH - MARGIN, floor), GRID)
     image.save(path)

@@ -22,7 +22,7 @@ from datasets import Dataset
 from deepstow.strategies.state.commit import added_folder
 from deepstow.strategies.state.sealed import digest_of, seal
 from deepstow.trainer.data import packing
-from deepstow.trainer.data.chats import NO_TEXT, SURROGATE, find_template
+from deepstow.trainer.data.chats import NO_TEXT, SURROGATE, Fault, find_template, read
 from deepstow.trainer.data.encoding import batched
 from deepstow.trainer.data.prepare import (
     KIND,
@@ -37,9 +37,9 @@ from deepstow.trainer.data.prepare import (
     strings_in,
     tokenizer_content,
 )
-from deepstow.trainer.data.report import PATIENCE, Say, by_cause
+from deepstow.trainer.data.report import MANY, PATIENCE, Say, by_cause
 from deepstow.trainer.data.sources import Row, Source
-from deepstow.trainer.errors import DataError, kind, nearest
+from deepstow.trainer.errors import DataError, first_line, kind, nearest, warning
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -83,7 +83,10 @@ def prepare(
     opened(made_of, partial(contents, former=True))
     key = made_of.fingerprint
     for source in sources.values():
-        source.say_unread(columns_of(task, data, source).values(), say)
+        columns = columns_of(task, data, source)
+        source.say_unread(columns.values(), say)
+        if line := task.note(columns):
+            say(f"data: {source.name}: {line}")
     home = folder / key
     if home.is_dir() and (not compares or is_whole(home, say)):
         say(f"data: {sources['train'].name} is prepared already ({key})")
@@ -133,20 +136,26 @@ def _made(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
     columns, bad, same, num_after_bad = columns_of(task, data, source), list[str](), list[str](), 0
+    number = 0
     for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
-        read = [(row.place, _fields(task, columns, row)) for row in batch]
-        bad += [f"{place}: {values}" for place, values in read if isinstance(values, str)]
-        good = [(place, values) for place, values in read if not isinstance(values, str)]
+        found = [(row.place, _fields(task, columns, row)) for row in batch]
+        bad += [f"{place}: {values}" for place, values in found if isinstance(values, str)]
+        good = [(place, values) for place, values in found if not isinstance(values, str)]
+        made = task.features([values for _, values in good], tokenizer, model, data) if good else []
         speaks = {field.name for field in task.fields if list in field.kinds}  # of those that may be messages
-        if any(type(values.get(name)) is list for _, values in good for name in speaks):
+        spoken = [
+            {name: value for name in speaks if isinstance(value := values.get(name), list)}
+            for values in made
+            if isinstance(values, dict)
+        ]
+        if any(spoken):
             template = find_template(data, tokenizer)
-            for _, values in good:  # TRL renders them, without bounds
-                said = {name: value for name in speaks if isinstance(value := values.get(name), list)}
+            for said in spoken:  # TRL renders them, without bounds
                 prompt = said.pop("prompt", [])
                 for messages in said.values() or [[]]:
                     template.try_out([*prompt, *messages])
-        made = task.features([values for _, values in good], tokenizer, model, data) if good else []
         pairs = zip(good, made, strict=True)
+        number += len(made)
         same += [place for place, values in good if "chosen" in values and values["chosen"] == values["rejected"]]
         bad += [f"{place}: {line}" for (place, _), line in pairs if isinstance(line, str)]
         if not bad:
@@ -155,9 +164,16 @@ def _made(
         if num_after_bad > PATIENCE:
             break
     if bad:
-        raise DataError(by_cause(bad))
+        every = (row.values for row in islice(source.rows(list(columns.values())), data.limit))
+        fields = ({name: row.get(columns[name]) for name in columns} for row in every if not isinstance(row, str))
+        cure = task.cure(fields, model)
+        raise DataError([f"{source.name}: {cure}"] if cure else by_cause(bad))
     if same:
-        say(f"data: chosen and rejected are the same in {len(same):,} rows, the first at {same[0]}: no preference")
+        what = f"chosen and rejected are the same in {len(same):,} of {number:,} rows, the first at {same[0]}"
+        if len(same) == number:
+            raise DataError(f"{source.name}: {what}: there is nothing to prefer; are the two columns the right ones?")
+        line = f"data: {what}: no preference"
+        say(warning(line) if len(same) * MANY > number else line)
 
 
 def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] | str:
@@ -174,6 +190,11 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
             return f"field {name!r} is {kind(value)}; every row needs {wanted}"
         if any(map(SURROGATE.search, strings_in(value))):
             return f"field {name!r} {NO_TEXT}"
+        if list in kinds and isinstance(value, list):
+            try:
+                value = read({"messages": value}, name, False).messages
+            except Fault as fault:
+                return str(fault)
         values[name] = value
     return values
 
@@ -204,7 +225,11 @@ def _save(path: Path, rows: Iterable[Any]) -> None:
     with pa.ipc.new_stream(str(path), first.schema) as writer:
         writer.write_table(first)
         for batch in batches:
-            writer.write_table(pa.Table.from_pylist(batch, schema=first.schema))
+            try:
+                writer.write_table(pa.Table.from_pylist(batch, schema=first.schema))
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                what = f"later rows are of another form than the first {BATCH} ({first_line(error)})"
+                raise DataError(f"data.path: {what}; write all as text, or all as messages") from None
 
 
 def _open(home: Path, used: Path, side: str) -> Dataset | None:

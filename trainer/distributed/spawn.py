@@ -1,6 +1,6 @@
 """Run a function on N real ranks of this machine and collect what rank 0 returns.
 
-Used by ``launch/verify.py`` to compare strategies with plain training, and by the tests. The ranks are forked from a
+Used by ``deepstow verify`` to compare strategies with plain training, and by the tests. The ranks are forked from a
 server process that has imported what they need (``preloaded.py``), so they start at once instead of in ten seconds.
 """
 
@@ -48,7 +48,7 @@ def run_world(
     Args:
         work: a module-level function; ``torch.save`` must be able to write its result.
         deepspeed: open DeepSpeed's communication as well, which on CPUs compiles an extension at first use.
-        threads: of torch in each rank; by default what a run of ``launch/train.py`` has.
+        threads: of torch in each rank; by default what a run of ``deepstow train`` has.
     """
     accelerated = accelerator.kind() is not None
     if not accelerated:

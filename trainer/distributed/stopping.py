@@ -50,8 +50,8 @@ from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.errors import ExitCode, let_go, write_line
 
 # Programs, and modules started with -m. ``accelerate launch`` starts torch's in its own process.
-PROGRAMS = frozenset(["deepspeed", "deepspeed.pt", "ds", "torchrun", "accelerate", "accelerate-launch"])
-MODULES = ("deepspeed.launcher", "torch.distributed", "accelerate.commands")
+PROGRAMS = frozenset(["deepstow", "deepspeed", "deepspeed.pt", "ds", "torchrun", "accelerate", "accelerate-launch"])
+MODULES = ("deepstow.launch.cli", "deepspeed.launcher", "torch.distributed", "accelerate.commands")
 FILES = ("deepspeed/launcher/launch.py", "torch/distributed/run.py", "accelerate/commands/launch.py")
 LONGEST_CHAIN = 4
 TERMINALS = (signal.SIGHUP, signal.SIGINT)

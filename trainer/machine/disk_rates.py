@@ -1,4 +1,4 @@
-"""How fast drives are for optimizer state: what ``launch/doctor.py --rates --disk FOLDER ...`` adds.
+"""How fast drives are for optimizer state: what ``deepstow doctor --rates --disk FOLDER ...`` adds.
 
 The engine's own stores (``strategies/engine/memory/tiers.py``), which go past the page cache, are filled in large
 pieces, which does not count: drives write fast until a cache of theirs is full, and what was never written is not read

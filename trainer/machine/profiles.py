@@ -1,6 +1,6 @@
 """How fast machines are: named ones, to plan for a machine that is elsewhere, and what was measured on this one.
 
-``launch/doctor.py --rates`` measures this machine (``rates.py``) and stores a file; ``known_rates`` reads it back. One
+``deepstow doctor --rates`` measures this machine (``rates.py``) and stores a file; ``known_rates`` reads it back. One
 from another machine or another torch, or one that cannot be read, is ignored, with one line that says why: a plan made
 with another machine's rates looks right but is wrong.
 
@@ -203,7 +203,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
 # --- measured ----------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-COMMAND = "python launch/doctor.py --rates"
+COMMAND = "deepstow doctor --rates"
 
 
 def stored_at() -> Path:

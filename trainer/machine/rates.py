@@ -1,4 +1,4 @@
-"""How fast this machine is, measured in under a minute: what ``launch/doctor.py --rates`` runs.
+"""How fast this machine is, measured in under a minute: what ``deepstow doctor --rates`` runs.
 
     GEMM     products of the shapes of a transformer's linear layers, on the device, in fp32 and bf16
     link     copies as the engine makes them (its transfer and streams, pinned memory), up, down, and both at once, from

@@ -1,4 +1,4 @@
-"""Low-rank adapters (PEFT): given learning rates of their own (LoRA+), and merged into the weights.
+"""Low-rank adapters (PEFT): saved ones that training goes on with, learning rates of their own (LoRA+), and merging.
 
 Merging adds the adapters to the weights. A quantised weight would have to be quantised again, and would not be what was
 trained; so they are merged into the base as it computes: dequantised, in the dtype that the model has otherwise.
@@ -7,7 +7,10 @@ trained; so they are merged into the base as it computes: dequantised, in the dt
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from deepstow.trainer.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,8 +18,61 @@ if TYPE_CHECKING:
 
     from deepstow.strategies.core.layout import Layout
 
+MERGE = "merge it into its base (PEFT's merge_and_unload), name that in model.name_or_path, and train a new one"
 PREFIX = "base_model.model."  # peft's, of names in a model that has adapters
 OURS = {"loraplus_lr_ratio", "export"}  # keys that peft.LoraConfig does not have
+INITIAL = (True, False, "gaussian")  # values of init_lora_weights that leave the base as it is
+# What the configuration of a saved adapter may say otherwise than peft's defaults.
+TAKEN = {
+    "r", "lora_alpha", "lora_dropout", "target_modules", "bias", "modules_to_save", "use_rslora", "use_dora",
+    "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "exclude_modules", "fan_in_fan_out",
+    "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_type", "peft_version",
+}  # fmt: skip
+
+
+def config_of(folder: str, task_type: str, dropout: float) -> Any:
+    """peft's config of a saved adapter that is trained on. Raise ConfigError for what is not trained here."""
+    from peft import LoraConfig
+
+    said = f"model.adapter = {folder!r}"
+    try:
+        found: Any = LoraConfig.from_pretrained(folder)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{said}: peft cannot read its configuration: {first_line(error)}") from None
+    if found.task_type not in (None, task_type):
+        what = f"it is an adapter for {found.task_type}, and the task needs one for {task_type}"
+        raise ConfigError(f"{said}: {what}; {MERGE}")
+    usual = LoraConfig().to_dict()
+    for key, value in found.to_dict().items():
+        if key not in TAKEN and value != usual.get(key) and not (key == "init_lora_weights" and value in INITIAL):
+            raise ConfigError(f"{said}: it has {key} = {value!r}, with which training does not go on here; {MERGE}")
+    found.inference_mode, found.task_type, found.lora_dropout = False, task_type, dropout
+    return found
+
+
+def load(model: Any, folder: str) -> None:
+    """Give ``model`` the values of a saved adapter; on the device meta only look whether it is one of this model. Raise
+    ConfigError if it is not.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    said, path = f"model.adapter = {folder!r}", Path(folder) / "adapter_model.safetensors"
+    named = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
+    wanted = {name: tuple(each.shape) for name, each in named.items()}
+    try:
+        with safe_open(path, "pt") as file:
+            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{said}: {path.name} cannot be read: {first_line(error)}; copy it anew") from None
+    for name in sorted(wanted.keys() | saved.keys()):
+        if wanted.get(name) != saved.get(name):
+            has, needs = (f"has {each}" if each else "has none" for each in (saved.get(name), wanted.get(name)))
+            what = f"of {name.removeprefix(PREFIX)} the adapter {has}, and the model {needs}"
+            raise ConfigError(f"{said}: {what}; name the base that it was trained on in model.name_or_path")
+    if not next(model.parameters()).is_meta:
+        set_peft_model_state_dict(model, load_file(path))
 
 
 def loraplus(model: Any, kind: type, ratio: float, decay: float, **options: Any) -> Any:

@@ -22,8 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from deepstow.strategies.core.install import needs
 from deepstow.trainer.errors import ConfigError, first_line, nearest, nearest_file
-from deepstow.trainer.model import attention, folder, hub, quantise
+from deepstow.trainer.model import adapters, attention, folder, hub, quantise
 from deepstow.trainer.model.adapters import OURS
 from deepstow.trainer.tasks.table import LANGUAGE
 from deepstow.trainer.tasks.task import Task, loaded
@@ -119,7 +120,7 @@ def refuse_missing_folder(section: ModelSection) -> None:
         return
     parts = Path(name).parts
     if len(parts) > 2 or name[0] in "./~" or (len(parts) == 2 and Path(parts[0]).is_dir()):
-        made_by = "; `make train` makes it" if name == "runs/quickstart/export" else ""
+        made_by = "; deepstow train --config quickstart makes it" if name == "runs/quickstart/export" else ""
         raise ConfigError(
             f"model.name_or_path = {name!r}: there is no such folder{made_by or nearest_file(Path(name))}"
         )
@@ -205,9 +206,9 @@ def build(
     model.config.use_cache = False
     if model.config.is_encoder_decoder:  # T5's decoder has a config of its own, which would keep a cache in training
         model.get_decoder().config.use_cache = False
-    if section.lora is None or task.adds_adapters:
+    if section.lora is None or (task.adds_adapters and section.adapter is None):
         return cast("PreTrainedModel", model)
-    return with_lora(model, section.lora, task)
+    return with_lora(model, section.lora, task, section.adapter)
 
 
 def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partitioned: bool) -> tuple[Any, Any]:
@@ -336,20 +337,26 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def lora_config(section: LoraSection, task: Task) -> LoraConfig:
-    """peft's config of the adapters. ConfigError: ``peft`` is not installed."""
+def lora_config(section: LoraSection, task: Task, adapter: str | None = None) -> LoraConfig:
+    """peft's config of new adapters, or of a saved ``adapter``. ConfigError: ``peft`` is not installed."""
     try:
         from peft import LoraConfig
     except ImportError:
-        raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
+        raise ConfigError(f"model.lora: {needs('peft', 'lora')}") from None
+    if adapter is not None:
+        saved: LoraConfig = adapters.config_of(adapter, task.adapters, section.lora_dropout)
+        return saved
     return LoraConfig(task_type=task.adapters, **section.model_dump(exclude_none=True, exclude=OURS))
 
 
-def with_lora(model: PreTrainedModel, section: LoraSection, task: Task = LANGUAGE) -> PreTrainedModel:
-    """Add low-rank adapters to ``model`` and freeze its own weights. ConfigError: ``peft`` is not installed, or no
-    module matches ``target_modules``, or a quantised one is to be trained in full.
+def with_lora(
+    model: PreTrainedModel, section: LoraSection, task: Task = LANGUAGE, adapter: str | None = None
+) -> PreTrainedModel:
+    """Add low-rank adapters to ``model``, or a saved ``adapter``, and freeze its own weights. ConfigError: ``peft`` is
+    not installed, or no module matches ``target_modules``, or a quantised one is to be trained in full, or the adapter
+    is not one of this model.
     """
-    wanted = lora_config(section, task)
+    wanted = lora_config(section, task, adapter)
     from peft import get_peft_model
 
     from deepstow.strategies.engine.tensors.quantised import is_quantised
@@ -365,10 +372,13 @@ def with_lora(model: PreTrainedModel, section: LoraSection, task: Task = LANGUAG
     try:
         with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", ".*base_model_name_or_path", UserWarning)  # of a base that has moved
             adapted: Any = get_peft_model(model, wanted)
     except ValueError as error:
         raise ConfigError(
             f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
             f"The model's linear layers are: {', '.join(sorted(linear))}"
         ) from None
+    if adapter is not None:
+        adapters.load(adapted, adapter)
     return cast("PreTrainedModel", adapted)  # peft's wrapper forwards all attributes to the model

@@ -44,7 +44,8 @@ def weights(section: ModelSection, hf_config: Any, seed: int) -> str:
     if name is None:
         return digest_of(["random", seed])
     try:
-        return _weights(name, hf_config)
+        found = _weights(name, hf_config)
+        return found if section.adapter is None else digest_of([found, *hashes(_of_adapter(section.adapter))])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = (
             f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else "the list of its files is damaged"
@@ -55,7 +56,12 @@ def weights(section: ModelSection, hf_config: Any, seed: int) -> str:
 def stamps(section: ModelSection, hf_config: Any) -> list[list[int]]:
     """Of the files of ``weights``, as they are now, without a look into them. May raise OSError."""
     name = section.name_or_path
-    return [stamp(path) for path in _files(Path(name), hf_config)] if name is not None and Path(name).is_dir() else []
+    files = _files(Path(name), hf_config) if name is not None and Path(name).is_dir() else []
+    return [stamp(path) for path in [*files, *(_of_adapter(section.adapter) if section.adapter else [])]]
+
+
+def _of_adapter(folder: str) -> list[Path]:
+    return [path for path in (Path(folder) / each for each in (ADAPTERS, *OF_ADAPTERS)) if path.is_file()]
 
 
 def _weights(name: str, hf_config: Any) -> str:

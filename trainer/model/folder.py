@@ -58,8 +58,8 @@ def refuse(name_or_path: str) -> None:
             if path.name in (INDEX, INDEX_OF_TENSORS):
                 _shards(tree, said, path.name)
             if path.name == OF_ADAPTERS:
-                what = "merge them into their base, with model.lora.export: merged or PEFT's merge_and_unload"
-                raise ConfigError(f"{said}: it holds adapters ({OF_ADAPTERS}); {what}, and name the merged model")
+                what = "to go on with them write it as model.adapter; to train all weights merge them into their base"
+                raise ConfigError(f"{said}: it holds adapters ({OF_ADAPTERS}); {what}")
 
 
 def refuse_files(folder: Path, said: str) -> None:

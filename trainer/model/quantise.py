@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from deepstow.strategies.core.install import needs
 from deepstow.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ def config_of(section: QuantizationSection) -> Any:
     from transformers import BitsAndBytesConfig
 
     if find_spec("bitsandbytes") is None:
-        install = "pip install 'deepstow[qlora]'"
-        raise ConfigError(f"model.quantization_config: needs the package bitsandbytes; install it with: {install}")
+        raise ConfigError(f"model.quantization_config: {needs('bitsandbytes', 'qlora')}")
     return BitsAndBytesConfig(**section.model_dump(exclude_none=True))
 
 

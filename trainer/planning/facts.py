@@ -292,7 +292,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     def dtype_of(param: torch.nn.Parameter) -> str:
         if quantised.is_quantised(param):
             return str(param.dtype).removeprefix("torch.")
-        return "bfloat16" if precision is Precision.BF16 else "float32"
+        rounded = param.requires_grad and param.dtype is torch.bfloat16  # by TRL, on a quantised base
+        return "bfloat16" if rounded or precision is Precision.BF16 else "float32"
 
     return replace(
         count_of(model, found, groups, dtype_of, autocast),
@@ -490,4 +491,9 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     if section.quantization_config is not None:
         quantise(model, section.quantization_config)
     with torch.device("meta"):
-        return with_lora(model, section.lora, task) if section.lora is not None else model
+        if section.lora is None:
+            return model
+        adapted: PreTrainedModel = task.adapted(
+            model, config, partial(with_lora, section=section.lora, task=task, adapter=section.adapter)
+        )
+        return adapted

@@ -1,13 +1,15 @@
-"""``launch/plan.py --fit``: plans of a model in several ways of training, and what to write for each, as one table.
+"""``deepstow fit``: plans of a model in several ways of training, and what to write for each, as one table.
 
 All weights, low-rank adapters, and these on a base in 4 bits; each as it is, with every strategy that saves memory
-(``Strategy.fit``), with all of those together, over more ranks with the strategies that need them, and where nothing
-fits on several ranks with rows of data divided over them (``FitOptions.rows_by``). Each row is a plan of a config
-that can be written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its
-predicted peaks within 0.9 of the memory, which is what ``auto`` uses. All plans but that of the config as it is are
-brief: their steps may be some per cent longer than those of runs (``Strategy.briefly``). Every refusal
-for memory ends with a short table (``explained``): ways of training up to the config's, and from there on as far as the
-first that fits. Each further one has to count its model.
+(``Strategy.fit``), and with all of those together. Where that is too much for device and host: with a disk, and of all
+weights with ever less state. More ranks are tried if they are asked for, with the strategies that need them, and where
+nothing fits on several ranks with rows of data divided over them (``FitOptions.rows_by``).
+
+Each row is a plan of a config that can be written; if the planner refuses it, the row has the bytes that it said are
+needed. What fits has its predicted peaks within 0.9 of the memory, which is what ``auto`` uses. All plans but that of
+the config as it is are brief: their steps may be some per cent longer than those of runs (``Strategy.briefly``). Every
+refusal for memory ends with a short table (``explained``): ways of training up to the config's, and from there on as
+far as the first that fits. Each further one has to count its model.
 """
 
 from __future__ import annotations
@@ -16,20 +18,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from deepstow.strategies.core.facts import Tier
+from deepstow.strategies.core.on_disk import disk_bytes
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import FitOptions, Phase
 from deepstow.strategies.core.registry import available, find, rules
 from deepstow.strategies.core.sizes import SHARE, human
 from deepstow.strategies.planner.budget import device_budget
-from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
+from deepstow.strategies.report.short_plan import simulated
 from deepstow.strategies.report.table import table
 from deepstow.trainer.config.load import build, load_tree, merged
-from deepstow.trainer.config.yaml_file import one_line
+from deepstow.trainer.config.yaml_file import Key, one_line, write
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, TooLargeError
 from deepstow.trainer.planning.facts import precision_of
@@ -40,15 +45,18 @@ if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.machine.probe import Machine
 
-MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
+A_MACHINE = 8  # ranks that share it
+BOUNDLESS = 1 << 50  # bytes of host memory, or of a disk: more than any machine has
+GB = 10**9
+FOLDER = "/path/on/a/local/disk"  # of a config that names none
 LORA_SECTION = {"r": 16, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
-ROWS, LENGTH, TOKENIZER = 1, 2048, "the-model's-own"
-HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in place of these sections of the config")
+ROWS, LENGTH, TOKENIZER, ROWS_OF_NOBODY = 1, 2048, "the-model's-own", "my.jsonl"
+HEADER = ("row", "fits", "training", "ranks", "device", "host", "step", "set in the config")
 INEXACT = "full (inexact)"
 KINDS = {"full": "full fine-tuning", INEXACT: "full fine-tuning with inexact state", "LoRA": "LoRA", "QLoRA": "QLoRA"}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-MORE = ("", "more ways of training, and more ranks: launch/plan.py --fit")
+MORE = ("", "more ways of training: deepstow fit --config FILE; over more cards: with --ranks 1,2,4,8")
 UNKNOWN = "-"
 SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 Tree = dict[str, Any]
@@ -60,12 +68,12 @@ def config_of(model: str | None, overrides: Sequence[str], *, accelerated: bool)
     """
     if model is None and not any(each.startswith("model.config") for each in overrides):
         raise ConfigError(
-            "--fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "
+            "deepstow fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "
             "model.config.hidden_size=4096 and the other sizes"
         )
     section: Tree = {"name_or_path": model} if model is not None else {"tokenizer": TOKENIZER}
     training = {"output_dir": "runs/fit", "per_device_train_batch_size": ROWS, "bf16": accelerated}
-    tree = {"model": section, "data": {"path": "my.jsonl", "max_length": LENGTH}, "training": training}
+    tree = {"model": section, "data": {"path": ROWS_OF_NOBODY, "max_length": LENGTH}, "training": training}
     return load_tree(tree, overrides)
 
 
@@ -88,12 +96,15 @@ class FitRow:
     needed: Mapping[Tier, int] = field(default_factory=dict)  # bytes on one rank; a tier is left out if not known
     missing: Mapping[Tier, int] = field(default_factory=dict)  # bytes beyond what may be used, where any are
     refused: str = ""  # why there is no plan, if it is not for memory
+    instead: str = ""  # of a host that is too small: with how much of it how much of the device is enough
     seconds: float | None = None  # of a simulated step; None: unknown, or it does not fit
-    write: tuple[str, ...] = ()  # lines of YAML, one per section; none: the config as it is
+    disk: int = 0  # bytes of a disk, which the config did not name
+    write: tuple[str, ...] = ()  # changes, as on the command line; none: the config as it is
 
     @property
     def training(self) -> str:
-        return "this config" if self.given else " + ".join((self.kind, *self.strategies))
+        ways = (self.kind, *self.strategies, *["disk"] * bool(self.disk))
+        return "this config" if self.given else " + ".join(ways)
 
     @property
     def fits(self) -> bool:
@@ -101,7 +112,8 @@ class FitRow:
 
     @property
     def lacks(self) -> str:
-        return ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in self.missing.items())
+        said = ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in self.missing.items())
+        return f"{said}; {self.instead}" if self.instead else said
 
     def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
@@ -109,15 +121,24 @@ class FitRow:
         tree = self.tree | {"strategies": self.tree["strategies"] | options}
         return replace(self, strategies=tuple(names), tree=tree)
 
+    def on_disk(self, size: int) -> FitRow:
+        """The same with so many bytes of a disk for the strategies that can use one."""
+        strategies = dict(self.tree["strategies"])
+        for name in self.strategies:
+            if (keys := _fit(name).disk) is not None:
+                strategies[name] = strategies[name] | dict(zip(keys, (FOLDER, f"{-(-size // GB)}GB"), strict=True))
+        return replace(self, tree=self.tree | {"strategies": strategies}, disk=size)
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The question for one config, as many ranks as are given and more, and one machine."""
+    """The question for one config, as many ranks as are given, and one machine."""
 
     config: RunConfig
     ranks: Ranks
     machine: Machine
     written: Tree | None = None  # in the user's file, which the lines of the table change; None: all of ``config``
+    more: tuple[int, ...] = ()  # further numbers of ranks, of the same kind of machine
     say: Callable[[str], None] = lambda line: None  # told of each plan before it is made
     short: bool = False  # no ways of training beyond the first that fits, but that of ``config``
 
@@ -133,10 +154,19 @@ class Fit:
         rows = self._here(as_given=as_given)
         if self.short and any(row.fits for row in rows):
             return rows
-        inexact = [] if any(row.fits for row in rows if row.kind == "full") else [*self._inexactly()]
-        rows += [*inexact, *self._over_more_ranks()]
+        lost = [] if any(row.fits for row in rows if row.kind == "full") else [*self._inexactly()]
+        rows += [*self._on_disk(rows), *lost, *self._over_ranks()]
         whole = (row for row in rows if row.kind == "full" and row.ranks <= self.ranks.world_size)
         return rows if any(row.fits for row in whole) else [*rows, *self._rows_divided()]
+
+    def own(self, *, plain: bool = False) -> list[FitRow]:
+        """Ways of training what the config trains: as it is and, unless ``plain``, with each strategy that saves memory
+        and with all of them.
+        """
+        way = next(each for each in _plain(self.config) if each.kind == _kind(self.config))
+        names = [name for name in _saving() if not _fit(name).needs_ranks]
+        groups = [[]] if plain else [[], *([name] for name in names), names]
+        return [self._row(way.using(group), self.ranks) for group in groups]
 
     def heading(self) -> list[str]:
         """Model, machine and its memory, tokens and precision, and how to change them."""
@@ -172,6 +202,25 @@ class Fit:
                     break
         return rows
 
+    def _on_disk(self, rows: Sequence[FitRow]) -> Iterator[FitRow]:
+        """Ways of which nothing fits, with as much of a disk as it takes."""
+        names = [each for each in _saving() if not _fit(each).needs_ranks]
+        for plain in _plain(self.config):
+            some = [row for row in rows if row.kind == plain.kind]
+            named = [key for name in names for key in _fit(name).disk or () if key in plain.kept.get(name, {})]
+            if named or not any(row.missing for row in some) or any(row.fits for row in some):
+                continue
+            if (size := self._disk_of(plain.using(names).on_disk(BOUNDLESS))) is not None:
+                yield self._row(plain.using(names).on_disk(size), self.ranks)
+
+    def _disk_of(self, way: FitRow) -> int | None:
+        """The bytes of a disk that the plan of ``way`` would use on a machine; None: there is no plan."""
+        try:
+            plan = self._planned(way, self.ranks, self.machine)
+        except (ConfigError, ValueError):
+            return None
+        return self.ranks.local_world_size * disk_bytes(plan.layout) if plan.layout is not None else None
+
     def _inexactly(self) -> Iterator[FitRow]:
         """All weights on the ranks that were asked for, with ever less state until it fits."""
         way = _plain(self.config)[0].using([each for each in _saving() if not _fit(each).needs_ranks])
@@ -183,14 +232,14 @@ class Fit:
             if row.fits:
                 return
 
-    def _over_more_ranks(self) -> Iterator[FitRow]:
-        """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
+    def _over_ranks(self) -> Iterator[FitRow]:
+        """All weights over several ranks of a machine: what needs ranks alone if that fits, else with another one."""
         whole, now = _plain(self.config)[0], self.ranks
         whole = replace(whole, kept={name: _exactly(name, some) for name, some in whole.kept.items()})
         alone = [name for name in _saving() if not _fit(name).needs_ranks]
         for sharing in (name for name in _saving() if _fit(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
-            for count in [now.world_size] * (now.world_size > 1) + [times * now.world_size for times in MORE_RANKS]:
+            for count in [now.world_size] * (now.world_size > 1) + [*self.more]:
                 if not ways:  # all are refused, on so many ranks as well
                     break
                 ranks = Ranks(world_size=count, local_world_size=min(count, max(now.local_world_size, A_MACHINE)))
@@ -222,14 +271,11 @@ class Fit:
         row = replace(way, ranks=ranks.world_size, write=changes(self.written or self.config.tree(), way.tree))
         self.say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
         try:
-            config = build(row.tree).like(self.config)
-            if not row.given:
-                brief = {name: each.briefly() for name, each in config.strategies.items()}
-                config = config.model_copy(update={"strategies": brief})
-            plans = plans_of(config, ranks, self.machine)
-            plan = max(plans, key=lambda each: each.peak(Tier.DEVICE))  # of stages, that which needs most
+            plan = self._planned(row, ranks, self.machine)
         except TooLargeError as short:
             tier = Tier(short.tier)
+            if tier is Tier.DEVICE and not row.given and (found := self._short_of_host(row, ranks, short.budget)):
+                return found
             return replace(row, needed={tier: short.needed}, missing={tier: short.needed - short.budget})
         except ValidationError as error:
             return replace(row, refused=error.errors()[0]["msg"].removeprefix("Value error, "))
@@ -238,7 +284,45 @@ class Fit:
                 raise
             return replace(row, refused=str(error).splitlines()[0])
         needed, missing = {tier: plan.peak(tier) for tier in Tier}, _missing(plan)
-        return replace(row, needed=needed, missing=missing, seconds=None if missing else _seconds(plan))
+        step = None if missing else simulated(plan)
+        return replace(row, needed=needed, missing=missing, seconds=None if step is None else step.seconds)
+
+    def _planned(self, way: FitRow, ranks: Ranks, machine: Machine) -> Plan:
+        """The plan of ``way``; of stages, that which needs most."""
+        config = build(way.tree).like(self.config)
+        if not way.given:
+            brief = {name: each.briefly() for name, each in config.strategies.items()}
+            config = config.model_copy(update={"strategies": brief})
+        return max(plans_of(config, ranks, machine), key=lambda each: each.peak(Tier.DEVICE))
+
+    def _short_of_host(self, row: FitRow, ranks: Ranks, budget: int) -> FitRow | None:
+        """``row``, of which the planner has refused the device, if it is the host that is too small: what the device
+        must have within so much of the host is then much more than with a larger one. None: it is not.
+        """
+        machine = self.machine
+        if machine.device_kind == "cpu":
+            return None
+        try:
+            on_device = self._planned(row, ranks, replace(machine, host_available_bytes=BOUNDLESS)).peak(Tier.DEVICE)
+        except TooLargeError as short:
+            on_device = short.needed
+        except (ConfigError, ValueError):
+            return None
+        enough = max(machine.device_total_bytes, int(on_device / SHARE) + 2)
+        try:
+            self._planned(row, ranks, replace(machine, device_total_bytes=enough))
+        except TooLargeError as short:
+            if short.tier != Tier.HOST.value:
+                return None
+            lacks = short.needed - short.budget
+            wanted = machine.host_available_bytes + ranks.local_world_size * -(-lacks * 10 // 9)
+            instead = f"with {human(wanted)} of host memory {human(on_device)} of the device do"
+            needed, missing = {Tier.DEVICE: on_device, Tier.HOST: short.needed}, {Tier.HOST: lacks}
+            missing |= {Tier.DEVICE: on_device - budget} if on_device > budget else {}
+            return replace(row, needed=needed, missing=missing, instead=instead)
+        except (ConfigError, ValueError):
+            pass
+        return None
 
 
 @contextmanager
@@ -270,7 +354,7 @@ def _kind(config: RunConfig) -> str:
 def _plain(config: RunConfig) -> list[FitRow]:
     """Training of all weights, of adapters, and of these on a base in 4 bits or the config's, without strategies that
     save memory and what they exclude, and without those that divide one copy of the model over ranks, which
-    ``launch/plan.py --search`` compares.
+    ``deepstow search`` compares.
     """
     tree, saving = config.tree(), _saving()
     given = {name: tree["strategies"][name] or {} for name in saving if name in tree["strategies"]}
@@ -282,7 +366,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
         if section == "training" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
     model = dict(tree["model"])
-    own = model.pop("lora", None)
+    own, _ = model.pop("lora", None), model.pop("adapter", None)
     if own is not None and model["dtype"] == "bfloat16":
         model["dtype"] = "float32"  # bf16 was for the frozen weights
     bits = model.pop("quantization_config", None)
@@ -323,20 +407,6 @@ def _missing(plan: Plan) -> dict[Tier, int]:
     return {tier: size for tier, size in beyond.items() if size > 0}
 
 
-def _seconds(plan: Plan) -> float | None:
-    """The simulated step; of a plan that stows nothing, with all updates on the device after backward. None: over a
-    network, or unknown rates.
-    """
-    cost, rates = plan_cost(plan), plan.facts.machine.rates
-    if cost is not None:
-        return cost.seconds
-    if rates is None or not plan.facts.run.forward_flops or plan.facts.run.world_size > 1:
-        return None
-    facts = plan.facts_as_kept()
-    updated_bytes = TOUCHED_BYTES * sum(unit.num_trainable for unit in facts.units)
-    return cost_of(facts, empty(facts), rates).seconds + updated_bytes / rates.device_bytes_per_s
-
-
 def _alike(row: FitRow, other: FitRow) -> bool:
     """Whether two rows are the same training in the same bytes and time: a strategy that had nothing to do."""
     same = (row.needed, row.missing, row.seconds) == (other.needed, other.missing, other.seconds)
@@ -344,41 +414,59 @@ def _alike(row: FitRow, other: FitRow) -> bool:
 
 
 def changes(written: Tree, tree: Tree) -> tuple[str, ...]:
-    """One line of YAML for each section that has to change; ``strategies`` as a whole, others key by key."""
-    found = {}
-    for section in ("model", "training"):
-        old, new = written[section], tree[section]
-        changed = {name: value for name, value in new.items() if name not in old or value != old[name]}
-        if changed := changed | {name: None for name in old if name not in new}:
-            found[section] = changed
-    if tree["strategies"] != written["strategies"]:
-        found["strategies"] = tree["strategies"]
-    return tuple(one_line(section, value) for section, value in found.items())
+    """What has to change in a config, as on the command line: ``model.dtype=bfloat16``, ``strategies.zero=null``."""
+    sections = ("model", "training", "strategies")
+    return tuple(each for name in sections for each in _changed((name,), written[name], tree[name]))
+
+
+def _changed(key: Key, old: Tree, new: Tree) -> Iterator[str]:
+    for name in dict.fromkeys((*new, *old)):
+        before, after = old.get(name), new.get(name)
+        if before == after and (name in old) == (name in new):
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _changed((*key, name), before, after)
+        else:
+            _, _, value = one_line(name, after).partition(": ")
+            yield f"{'.'.join((*key, name))}={value}"
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
 def lines(rows: Sequence[FitRow]) -> list[str]:
-    """The answer, then one row per way of training; further lines to write are below their row."""
-    common = [line for line in rows[0].write if all(line in row.write for row in rows if row.kind != INEXACT)]
-    cells = [cell for row in rows for cell in _cells(row, common)]
-    some = any(line not in row.write for row in rows for line in common)  # an inexact one that changes more there
-    always = [f"in every row{' that has no other' * some}: {line}" for line in common]
+    """The answer, then one row per way of training; further changes are below their row."""
+    common = [line for line in rows[0].write if all(line in row.write for row in rows)]
+    cells = [cell for number, row in enumerate(rows, 1) for cell in _cells(number, row, common)]
+    always = [f"in every row: {quote(line)}" for line in common]
     parts = [(what, [row for row in rows if row.kind == kind]) for kind, what in KINDS.items()]
     answers = [_answer(what, some) for what, some in parts if some]
-    return [*answers, "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]
+    header, several = list(HEADER), len({row.ranks for row in rows}) > 1
+    if not several:
+        at = header.index("ranks")
+        header, cells = header[:at] + header[at + 1 :], [cell[:at] + cell[at + 1 :] for cell in cells]
+    return [*answers, "", *table(header, cells, {"row", "ranks", "device", "host", "step"}), *always]
 
 
-def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _cells(number: int, row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
     needed = (human(row.needed[tier]) if tier in row.needed else UNKNOWN for tier in (Tier.DEVICE, Tier.HOST))
-    says = "yes" if row.fits else f"no: {'refused' if row.refused else row.lacks}"
+    short = ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in row.missing.items())
+    says = "yes" if row.fits else f"no: {'refused' if row.refused else short}"
     seconds = UNKNOWN if row.seconds is None else f"{row.seconds:.3g} s"
-    own = [line for line in row.write if line not in common]
-    first, *others = (f"({row.refused})",) if row.refused else own or ("as it is",)
-    yield (says, row.training, str(row.ranks), *needed, seconds, first)
+    own = [quote(line) for line in row.write if line not in common] or ["as it is"]
+    if not row.fits:
+        own = [f"({row.refused or row.instead})"] if row.refused or row.instead else [""]
+    if row.disk:
+        own.append(f"(with a disk of {human_gb(row.disk)})")
+    first, *others = own
+    yield (str(number), says, row.training, str(row.ranks), *needed, seconds, first)
     for line in others:
-        yield ("", "", "", "", "", "", line)
+        yield ("", "", "", "", "", "", "", line)
+
+
+def human_gb(size: int) -> str:
+    """A disk as its maker counts it: ``120 GB``."""
+    return f"{-(-size // GB):,} GB"
 
 
 def _answer(what: str, rows: Sequence[FitRow]) -> str:
@@ -387,10 +475,10 @@ def _answer(what: str, rows: Sequence[FitRow]) -> str:
     fitting = [row for row in rows if row.fits]
     here = [row for row in fitting if row.ranks == least]
     if here:
-        known = [row.seconds for row in here if row.seconds is not None]
-        best = next(row for row in here if row.seconds is None or row.seconds <= min(known) * (1 + SAME))
+        best = fastest(here)
         seconds = "" if best.seconds is None else f", {best.seconds:.3g} s per step (simulated)"
-        return f"{what} fits: {best.training}{seconds}"
+        disk = f" with a disk of {human_gb(best.disk)}" if best.disk else ""
+        return f"{what} fits{disk}: {best.training}{seconds}"
     near = [row for row in rows if row.missing and row.ranks == least]
     short = ""
     if near:
@@ -400,3 +488,75 @@ def _answer(what: str, rows: Sequence[FitRow]) -> str:
     more = f"; on {fitting[0].ranks} ranks {fitting[0].training} fits" if fitting else ""
     no = "is refused" if all(row.refused for row in rows) else "does not fit"
     return f"{what} {no} on {least} rank{'s' * (least > 1)}{short}{more}"
+
+
+def fastest(rows: Sequence[FitRow]) -> FitRow:
+    """The first of these rows that is about as fast as any; all of them fit."""
+    known = [row.seconds for row in rows if row.seconds is not None]
+    return next(row for row in rows if row.seconds is None or row.seconds <= min(known) * (1 + SAME))
+
+
+# --- a whole config --------------------------------------------------------------------------------------------------
+
+
+def chosen(rows: Sequence[FitRow], config: RunConfig, number: int | None) -> FitRow:
+    """The row with this ``number``; None: the fastest that fits, of what the config trains if there is one. Raises
+    ConfigError if there is no such row, or it does not fit.
+    """
+    if number is not None:
+        if not 1 <= number <= len(rows):
+            raise ConfigError(f"--row {number}: there are rows 1 to {len(rows)}")
+        if not rows[number - 1].fits:
+            raise ConfigError(f"--row {number}: {rows[number - 1].training} does not fit, so nothing is written")
+        return rows[number - 1]
+    least = min(row.ranks for row in rows)
+    for kind in (_kind(config), *KINDS):
+        some = [row for row in rows if row.kind == kind and row.fits]
+        if some := [row for row in some if row.ranks == least] or some:
+            return fastest(some)
+    raise ConfigError("--write: nothing fits, so nothing is written")
+
+
+def text(config: RunConfig, row: FitRow, machine: Machine, path: Path) -> str:
+    """The config of ``row`` as a file, with what is known of it."""
+    peaks = ", ".join(f"{tier.value} {human(row.needed[tier])}" for tier in Tier if tier in row.needed)
+    step = "" if row.seconds is None else f", {row.seconds:.3g} s per step (simulated)"
+    ranks = f" --ranks {row.ranks}" if row.ranks > 1 else ""
+    said = [f"{row.training}, on {machine.name}", f"each rank, by the plan: {peaks}{step}"]
+    said += [f"next: deepstow train{ranks} --config {path}"]
+    tree = whole(config, row)
+    said += ["data.path: name a file of yours"] * (tree["data"].get("path") == ROWS_OF_NOBODY)
+    said += ["model.tokenizer: name one"] * (tree["model"].get("tokenizer") == TOKENIZER)
+    said += [f"strategies.offload.disk: name a folder on a local disk with {human_gb(row.disk)} free"] * bool(row.disk)
+    return "".join(f"# {line}\n" for line in said) + write(tree)
+
+
+def whole(config: RunConfig, row: FitRow) -> Tree:
+    """The config of ``row``, with the keys that ``config`` has set and those that differ."""
+    before, found = config.tree(), _set(config)
+    for section in ("model", "training"):
+        now = row.tree[section]
+        kept = {name: value for name, value in found[section].items() if name in now}
+        found[section] = kept | {name: value for name, value in now.items() if before[section].get(name) != value}
+    own = {name: dict(each.written) for name, each in config.strategies.items()}
+    found["strategies"] = {
+        name: own[name] if options == before["strategies"].get(name) else _without_defaults(name, options)
+        for name, options in row.tree["strategies"].items()
+    }
+    assert build(merged(found, {})).tree() == build(row.tree).tree(), "what is written is the row"
+    return found
+
+
+def _set(config: RunConfig) -> Tree:
+    """The sections of ``config`` without keys that nobody has set."""
+    return {
+        name: {key: value for key, value in section.items() if key in getattr(config, name).model_fields_set}
+        if isinstance(section, dict) and name != "strategies"
+        else section
+        for name, section in config.tree().items()
+    }
+
+
+def _without_defaults(name: str, options: Tree) -> Tree:
+    fields = find(name).model_fields
+    return {key: value for key, value in options.items() if value != fields[key].default}

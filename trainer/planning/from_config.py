@@ -5,19 +5,22 @@ compilers that are missing, unusable run folders.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
+from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.plan import Conflict, Plan, Tier
 from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Requirement
-from deepstow.strategies.core.sizes import human
+from deepstow.strategies.core.sizes import SHARE, human
 from deepstow.strategies.parallel.autotp import DIVIDED, IN_SLICES
+from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.planner.hybrid.chunks import divisors
+from deepstow.strategies.report import short_plan
 from deepstow.trainer.errors import ConfigError, TooLargeError
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import peak_flops
@@ -109,6 +112,33 @@ def budget_of(config: RunConfig, plan: Plan) -> int:
     return min([plan.facts.machine.device_bytes, *allowed])
 
 
+def budgets(config: RunConfig, plan: Plan) -> dict[Tier, int]:
+    """Bytes of each memory that one rank should have at most: what a strategy is given, else what auto means."""
+    machine, allowed = plan.facts.machine, [each for each in config.strategies.values() if isinstance(each, HasBudget)]
+    on_host = min([machine.host_bytes, *(each.host_budget(plan.facts) for each in allowed)])
+    return {
+        Tier.DEVICE: budget_of(config, plan) if allowed else device_budget(machine),
+        Tier.HOST: on_host if allowed else int(SHARE * machine.host_bytes),
+    }
+
+
+class Short(NamedTuple):
+    """The short plan, and what memory ``lacks``: a line that is a warning, where there is something."""
+
+    lines: list[str]
+    lacks: str
+
+
+def short(config: RunConfig, plans: Sequence[Plan], edits: Sequence[str], notes: Sequence[str], *, more: str) -> Short:
+    """The plan of a run's stages in a few lines. Arguments: ``short_plan.lines``."""
+    allowed = budgets(config, plans[0])
+    said = short_plan.lines(plans, allowed, advice=edits, notes=notes, asked=config.strategies.keys(), more=more)
+    beyond = {tier: size for plan in plans for tier, size in short_plan.missing(plan, allowed).items()}
+    lacks = ", ".join(f"the {tier.value} {human(size)}" for tier, size in beyond.items())
+    cure = "deepstow fit --config FILE shows what fits"
+    return Short(said, f"by the plan memory is short of what is safe: {lacks}; {cure}" if lacks else "")
+
+
 def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     """The error of a strategy as one line that begins with file and line of its key, as every error of a config."""
     if isinstance(refused, Conflict):
@@ -163,8 +193,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         formats = config.quantize.formats if config.quantize else []
         asked = [each for each in formats if each.endswith("_group") == (name == "torchao")]
         if asked and find_spec(name) is None:
-            what = f"needs the package {name}; install it with: pip install 'deepstow[{extra}]'"
-            found.append(Refusal("quantize.formats", asked, what))
+            found.append(Refusal("quantize.formats", asked, needs(name, extra)))
     if installed and config.export is not None and config.export.format == "onnx":
         absent = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
         if absent:

@@ -1,4 +1,4 @@
-"""``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``; and
+"""``deepstow search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``; and
 ``--tokens``: what a whole run takes, with the best of them or with the config's own degrees.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
@@ -71,14 +71,14 @@ def search(
     Raises:
         ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
     """
-    only_language(config, "--search")
+    only_language(config, "deepstow search")
     if config.model.quantization_config is not None:
-        what = "quantised weights are not divided over ranks, so there is nothing to search; plan without --search"
+        what = "quantised weights are not divided over ranks, so there is nothing to search; deepstow plan has its plan"
         raise config.error("model.quantization_config", config.tree()["model"]["quantization_config"], what)
     rates = known_rates(machine).rates
     if rates is None:
         what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"
-        raise ConfigError(f"--search: {what}; give --profile, or measure this machine: {COMMAND}")
+        raise ConfigError(f"deepstow search: {what}; give --profile, or measure this machine: {COMMAND}")
     cluster = cluster_of(rates, ranks, gigabits)
     if lossy and ranks.world_size == ranks.local_world_size:
         what = f"all {ranks.world_size} ranks are on one machine, and less is sent between machines"
@@ -99,7 +99,7 @@ def search(
     if not answer.best:
         size = human(options.device_bytes or machine.device_total_bytes or machine.host_available_bytes)
         many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
-        line = f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:"
+        line = f"deepstow search: nothing fits on {many} of {machine.name} with {size}; nearest:"
         raise ConfigError([line, *hybrid_table.nothing_fits(answer)])
     peak = machine.peak_flops.get(facts.run.precision.value)
     flops = step_flops(facts) * sequences / facts.run.micro_batch
@@ -218,7 +218,9 @@ class Shares:
     def __init__(self, config: RunConfig, ranks: Ranks, machine: Machine, say: Say) -> None:
         for name, strategy in config.strategies.items():
             if (parity := strategy.parity(run_facts(config, ranks.world_size))).is_lossy:
-                what = f"--search and --tokens offer nothing lossy of a config, and {parity.reason}; leave it out"
+                what = (
+                    f"deepstow search and --tokens offer nothing lossy of a config, and {parity.reason}; leave it out"
+                )
                 raise config.error(f"strategies.{name}", strategy.written, what)
         self._config, self._ranks, self._machine, self._say = config, ranks, machine, say
         self._tree = config.tree()

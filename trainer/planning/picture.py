@@ -151,6 +151,8 @@ def _legend(pen: Pen, top: int) -> None:
         left = LEFT + 150 * index
         pen.rectangle((left, top, left + 12, top + 12), fill=colour)
         pen.text((left + 18, top - 4), word, INK, FONT)
+    said = "time in one step"
+    pen.text((WIDTH - MARGIN - FONT.getlength(said), top - 4), said, INK, FONT)
 
 
 def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], floor: int, limit: Limit) -> None:
@@ -170,7 +172,8 @@ def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], 
     far = "" if shown == most else f", far above the predicted peak {human(peak)}"
     pen.text((LEFT + 4, level(shown) - 20), f"{called} {human(most)}{far}", RED, FONT)
     pen.text((LEFT + 4, floor - 20), f"arena {human(arena)}", INK, FONT)
-    pen.text((MARGIN, floor - CURVE // 2), "memory", INK, FONT)
+    for line, word in enumerate(("device", "memory")):
+        pen.text((MARGIN, floor - CURVE // 2 + 18 * line), word, INK, FONT)
 
 
 def parts(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from deepstow.trainer.config.yaml_file import error_line
+from deepstow.trainer.errors import warning
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,4 +71,4 @@ def beyond(config: RunConfig, most: int) -> list[str]:
         f"the model is made for {most} positions (max_position_embeddings); longer rows are trained on at places that "
         f"it does not know, and other programs may cut them there; write {most} or less, unless that is what you mean"
     )
-    return [config.located("data.max_length", error_line(("data", "max_length"), asked, what))]
+    return [warning(config.located("data.max_length", error_line(("data", "max_length"), asked, what)))]

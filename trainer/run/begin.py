@@ -40,7 +40,8 @@ class Begin(TrainerCallback):
             checkpoint.clear(run.folder)
             lines = list(earlier.set_aside(run.config, run.resumed.found if run.resumed else None))
             for name, content in (run.files or {}).items():
-                replace_file(run.folder / name, content)
+                done = "\n".join(["", "done:", *run.applied, ""]) if name == "plan.txt" and run.applied else ""
+                replace_file(run.folder / name, content + done)
             block_timing.store(run.folder, run.plan.facts)
         except OSError as error:
             raise CannotBegin(f"{run.folder}: the run cannot begin, nothing was trained: {error}") from None

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from deepstow.strategies.core.sizes import human, human_duration, human_number
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.distributed.ranks import limit_groups
-from deepstow.trainer.errors import ConfigError, first_line, nearest, write_line
+from deepstow.trainer.errors import ConfigError, first_line, nearest, warning, write_line
 from deepstow.trainer.machine.probe import status_bytes
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.run.appended import Appended
@@ -52,6 +53,7 @@ SAID = (
     "rewards/margins",
 )  # of an evaluation
 UNSAID = ("loss", "tokens", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+FEW = 100  # tokens of an evaluation, of which the mean says little
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 20, 60  # of a sample; one that ends at once shows nothing
 EVAL_LOSS = re.compile(r"eval_(?:(.+)_)?loss")  # the key of the one evaluated set, or of one of several by its name
 
@@ -218,6 +220,7 @@ class ProgressLine(TrainerCallback):
 
     def __init__(self, *, whole: bool = False) -> None:
         self._whole = whole
+        self._warned = False
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -230,6 +233,11 @@ class ProgressLine(TrainerCallback):
             write_line(f"trained to step {state.global_step}: {loss}  in {seconds}")
         for line in eval_lines(state.global_step, logs, whole=self._whole):
             write_line(line)
+        if not self._warned and (tokens := logs.get("eval_tokens", FEW)) < FEW:
+            self._warned = True
+            what = "no token" if not tokens else f"{int(tokens)} tokens"
+            cure = "hold out more rows (data.eval_fraction, data.eval_path)"
+            write_line(warning(f"evaluations are over {what} on which there is a loss: they say little; {cure}"))
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         name = "eval_" + str(args.metric_for_best_model).removeprefix("eval_")
@@ -297,11 +305,19 @@ class SampleText(TrainerCallback):
     since sampling would draw random numbers. The latter are records of ``file`` as well: step, prompt, sample.
 
     All ranks generate, since with sharded weights that is a collective. If a model cannot generate, as some that bring
-    their own code, the line says so, and the run goes on.
+    their own code, the line says so, and the run goes on. ``chats``: the ``asked`` prompts are the user's turn, written
+    by the chat template.
     """
 
-    def __init__(self, prompt: str, asked: Sequence[str] = (), file: MetricsFile | None = None) -> None:
-        self._prompt, self._asked, self._file = prompt, asked, file
+    def __init__(
+        self,
+        prompt: str | Sequence[int],
+        asked: Sequence[str] = (),
+        file: MetricsFile | None = None,
+        *,
+        chats: bool = False,
+    ) -> None:
+        self._prompt, self._asked, self._file, self._chats = prompt, asked, file, chats
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._prompt:
@@ -309,19 +325,22 @@ class SampleText(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         for prompt in self._asked:
-            text = self._show(prompt, state, kwargs)
+            text = self._show(prompt, state, kwargs, chats=self._chats)
             if self._file is not None and text is not None:
                 self._file.on_log(args, state, control, {"prompt": prompt, "sample": text})
 
-    def _show(self, prompt: str, state: TrainerState, known: Mapping[str, Any]) -> str | None:
+    def _show(
+        self, prompt: str | Sequence[int], state: TrainerState, known: Mapping[str, Any], *, chats: bool = False
+    ) -> str | None:
         """Prints the continuation and returns it; None if the model cannot generate."""
-        text = None
+        text, words = None, known["processing_class"]
         try:
-            text = continuation(known["model"], known["processing_class"], prompt)
-        except (AttributeError, TypeError, ValueError) as error:
+            said = prompt if isinstance(prompt, str) else str(words.decode(prompt, skip_special_tokens=True))
+            text = continuation(known["model"], words, as_turn(words, said) if chats else prompt)
+        except (AttributeError, TypeError, ValueError, TemplateError) as error:
             shown = [f"no sample: the model cannot generate ({first_line(error)})"]
         else:  # indented, wrapped, without double blank lines
-            lines = re.sub(r"\n\s*\n+", "\n\n", f"[{prompt.strip()}]{text.rstrip()}").splitlines()
+            lines = re.sub(r"\n\s*\n+", "\n\n", f"[{said.strip()}]{text.rstrip()}").splitlines()
             folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
             shown = [f"sample at step {state.global_step}, the prompt in brackets:"]
             shown += [f"    {line}".rstrip() for line in folded]
@@ -351,9 +370,22 @@ class EarlyStopping(EarlyStoppingCallback):
             write_line(f"{count} evaluations without a better {name}, which was {human_number(best, 4)}: training ends")
 
 
-def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
-    """The greedy continuation of ``prompt``, without the prompt. Raises ValueError if that is too long."""
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+def as_turn(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a chat in which the user says ``text``, up to where the answer begins."""
+    turn = [{"role": "user", "content": text}]
+    whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    found: list[int] = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def continuation(model: Any, tokenizer: Any, prompt: str | Sequence[int]) -> str:
+    """The greedy continuation of a text or its tokens, without those. Raises ValueError if that is too long."""
+    least = MIN_NEW_TOKENS if isinstance(prompt, str) else 1  # an answer may be short
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    else:
+        ids = torch.tensor([list(prompt)], device=model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     given, longest = inputs["input_ids"].shape[1], declared(model.config) or math.inf
     if given > longest:
         raise ValueError(f"the prompt has {given} tokens, and the model {longest} positions")
@@ -366,7 +398,7 @@ def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
             **inputs,
             do_sample=False,
             repetition_penalty=1.2,
-            min_new_tokens=min(MIN_NEW_TOKENS, max_new_tokens),
+            min_new_tokens=min(least, max_new_tokens),
             max_new_tokens=max_new_tokens,
             pad_token_id=padding,
         )
@@ -375,12 +407,12 @@ def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
     return str(tokenizer.decode(output[0, given:], skip_special_tokens=True))
 
 
-def sample_prompt(tokenizer: PreTrainedTokenizerBase, rows: Any) -> str:
-    """The text that the sample continues: the prompt of the first row, or its first words."""
+def sample_prompt(tokenizer: PreTrainedTokenizerBase, rows: Any) -> str | list[int]:
+    """What the sample continues: the tokens before the first answer of the first row, or its first words."""
     row = next(iter(rows))
     labels = row["labels"]
     masked = next((i for i, label in enumerate(labels[1:], start=1) if label != MASKED), 0)
     if masked > 1:
-        return str(tokenizer.decode(row["input_ids"][:masked], skip_special_tokens=True))
+        return list(row["input_ids"][:masked])
     start = str(tokenizer.decode(row["input_ids"][:24], skip_special_tokens=True))
     return start.rsplit(maxsplit=1)[0] if len(start.split()) > 1 else start  # the last word may be cut

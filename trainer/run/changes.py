@@ -47,7 +47,7 @@ def loads_slices(config: RunConfig, plan: Plan) -> ModelSection | None:
     section = config.model
     if plan.facts.run.tensor == 1 or (section.lora is not None and section.name_or_path is None):
         return None
-    return section.model_copy(update={"lora": None})
+    return section.model_copy(update={"lora": None, "adapter": None})
 
 
 def adapted(weights: PreTrainedModel, section: ModelSection, seed: int) -> PreTrainedModel:
@@ -55,7 +55,7 @@ def adapted(weights: PreTrainedModel, section: ModelSection, seed: int) -> PreTr
     if section.lora is None:
         return weights
     torch.manual_seed(seed)
-    return with_lora(weights, section.lora)
+    return with_lora(weights, section.lora, adapter=section.adapter)
 
 
 def to_compute(weights: PreTrainedModel, plan: Plan) -> None:

@@ -111,7 +111,8 @@ def export(
         model = merged(model)
         state = model.state_dict()
     refuse_not_finite(model, state)
-    rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
+    halves = any(each.dtype is torch.bfloat16 for each in model.parameters())  # adapters among them, of some tasks
+    rounds = trainer.args.bf16 or trainer.args.fp16 or halves or model.dtype is not torch.float32
     tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
     with replaced_folder(Path(config.training.output_dir) / NAME) as draft:
         taken_apart, folder = False, Path(config.training.output_dir)
@@ -120,7 +121,8 @@ def export(
                 taken_apart = apart.save(model, draft, state, Spilled(folder))
                 spilled.refuse_damaged()
             else:
-                model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
+                ours = {"selected_adapters": ["default"]} if has_adapters and not merge else {}  # TRL may add others
+                model.save_pretrained(draft, state_dict=dict(state), **ours)  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)
         with as_a_user(trainer):
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)

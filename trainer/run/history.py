@@ -1,6 +1,6 @@
 """What runs wrote into ``metrics.jsonl``, read back: curves of a run, and two runs beside each other.
 
-Numbers only, without torch; ``launch/watch.py`` shows one run while it trains, ``launch/compare.py`` two that are over
+Numbers only, without torch; ``deepstow watch`` shows one run while it trains, ``deepstow compare`` two that are over
 or not. A line that is being written just now is left out, and so is what no run writes: the folder may be anybody's.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import ceil, inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,8 +25,10 @@ from deepstow.trainer.run import foreign
 WIDTH, HEIGHT, LEFT, MARGIN = 1200, 700, 90, 30
 COLOURS = ((60, 100, 150), (196, 120, 40))
 LEVELS = " ▁▂▃▄▅▆▇█"
+IN_NATS = ("sft", "pretrain")  # tasks whose loss is the cross-entropy of a token
 NOT_FINITE = ("nan", "inf", "-inf")  # as a run writes what JSON has no number for
 LAST_STEP = 1 << 53
+EPOCHS, ROUNDING = 3, 0.05  # Hugging Face's number of epochs; of a step, by which an epoch's digits may be off
 Curve = list[tuple[int, float]]
 
 
@@ -46,6 +48,17 @@ class History:
     def last(self, key: str) -> float | None:
         """The newest value of ``key``."""
         return next((value for _, value in reversed(self.curve(key))), None)
+
+    def total(self) -> int | None:
+        """How many steps the run will make: by its config, or by how far a step has come in an epoch. None: unknown."""
+        training = self.config.get("training")
+        training = training if isinstance(training, dict) else {}
+        if isinstance(steps := training.get("max_steps"), int) and steps > 0:
+            return steps
+        epochs, passed = number(training.get("num_train_epochs", EPOCHS)), self.curve("epoch")
+        if not epochs or not passed or not 0 < passed[-1][1] < inf or not epochs < inf:
+            return None
+        return ceil(epochs * passed[-1][0] / passed[-1][1] - ROUNDING)
 
 
 def number(value: object) -> float | None:
@@ -135,6 +148,9 @@ def draw(runs: Sequence[History], path: Path) -> None:
     low, high = min((value for _, value in points), default=0), max((value for _, value in points), default=1)
     image = Image.new("RGB", (WIDTH, HEIGHT), "white")
     pen = ImageDraw.Draw(image)
+    counted = all(str(run.config.get("task", "sft")) in IN_NATS for run in runs)
+    pen.text((MARGIN, 10 + 20 * len(runs)), f"loss{' (nats per token)' * counted}", INK, FONT)
+    pen.text((WIDTH - MARGIN - FONT.getlength("optimizer steps"), HEIGHT - MARGIN - 4), "optimizer steps", INK, FONT)
 
     def at(step: float, value: float) -> tuple[float, float]:
         height = (HEIGHT - 5 * MARGIN) * _share(value, low, high)

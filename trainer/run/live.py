@@ -97,7 +97,7 @@ class Live(TrainerCallback):
             return
         run = History(self._folder, {}, state.log_history)
         with suppress(OSError):
-            self._rows.draw(lambda columns: screen.lines(run, columns, state.global_step))
+            self._rows.draw(lambda columns: screen.lines(run, columns, state.global_step, state.max_steps or None))
         self._next_s = time.monotonic() + max(EVERY_S, (time.monotonic() - began_s) / SHARE)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

@@ -32,16 +32,17 @@ from deepstow.strategies.parallel.tensor_shards import whole_shape
 from deepstow.strategies.planner.step_cost import plan_cost, step_flops
 from deepstow.strategies.report import full_report
 from deepstow.strategies.state.sealed import digest_of
+from deepstow.trainer.config.saved_adapter import base_of
 from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.data import endings, teacher
 from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.data import rows as task_rows
-from deepstow.trainer.data import teacher
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import check_batch, check_packing
 from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.distributed.ranks import Ranks, name_device
-from deepstow.trainer.errors import ConfigError, write_line, write_nothing
+from deepstow.trainer.errors import ConfigError, warning, write_line, write_nothing
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.machine.profiles import known_rates
@@ -50,7 +51,7 @@ from deepstow.trainer.model import folder as folder_of_model
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import evaluation, facts, positions
 from deepstow.trainer.planning.fit import explained
-from deepstow.trainer.planning.from_config import advice, plans_of, refuse_impossible
+from deepstow.trainer.planning.from_config import advice, plans_of, refuse_impossible, short
 from deepstow.trainer.run import (
     changes,
     checkpoint,
@@ -109,6 +110,7 @@ class Run:
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
     weights: list[list[int]] = field(default_factory=list)  # ``inputs.files_now``, before they were read
+    applied: list[str] = field(default_factory=list)  # what strategies did to the model, a line each, on the first rank
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -154,11 +156,25 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         for each in plans:
             refuse_impossible(each)
     machines.refuse_without_room(config, ranks, plan, run.say)
+    if ranks.is_first:
+        ends = endings.ends_of(tokenizer, config_of(config), config.model.name_or_path)
+        for line in filter(None, (other_base(config), endings.never_ends(prepared, tokenizer, ends))):
+            run.say(warning(line))
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     for line in resumed.said if resumed else ():
         run.say(line)
     return run
+
+
+def other_base(config: RunConfig) -> str:
+    """A line if the adapter that training goes on with names another base; empty if not. Its weights fit both."""
+    section = config.model
+    base = base_of(section.adapter) if section.adapter is not None else None
+    if base is None or section.name_or_path is None or Path(base).resolve() == Path(section.name_or_path).resolve():
+        return ""
+    what = f"the adapter was trained on {base}, and model.name_or_path is {section.name_or_path}"
+    return f"model.adapter: {what}: on other weights it means nothing"
 
 
 def refuse_lost_weights(config: RunConfig, plan: Plan) -> None:
@@ -247,22 +263,26 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> dict[str, str]:
-    """Print the plan on the first rank. Returns the files that the run's folder will have of it: the plan as text and
-    as JSON, the config, and DeepSpeed's config.
+    """Print the short plan on the first rank. Returns the files that the run's folder will have of it: the whole plan
+    as text and as JSON, the config, and DeepSpeed's config.
     """
     if not run.ranks.is_first:
         return {}
-    cost = plan_cost(run.plan)
-    text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans, before)
+    cost, edits = plan_cost(run.plan), advice(run.config, run.plan)
     other_mask = attention.trained_otherwise(run.config.model, config_of(run.config))
     remarks = [known_rates(run.machine).ignored, other_mask]
-    remarks += positions.beyond(run.config, run.plan.facts.run.positions)
-    for line in [*filter(None, remarks), f"\n{text}\n"]:
+    known = run.plan.facts.run.positions
+    if collated(run.config, run.prepared.train).config.data.max_length > known:  # some row may be so long
+        remarks += positions.beyond(run.config, known)
+    found = short(run.config, plans, edits, before, more=f"{run.folder / 'plan.txt'}, or deepstow plan --full")
+    for line in [*filter(None, remarks), "\n".join(["", *found.lines, ""])]:
         write_line(line)
+    if found.lacks:
+        write_line(warning(found.lacks))
     return {
         "config.yaml": run.config.dump(),
         "plan.json": json.dumps(full_report.to_json(run.plan, cost), indent=1),
-        "plan.txt": text + "\n",
+        "plan.txt": full_report.text(run.plan, cost, edits, plans, before) + "\n",
         "ds_config.json": json.dumps(deepspeed.ds_config(run.plan), indent=1),
     }
 
@@ -371,7 +391,8 @@ def make_trainer(run: Run) -> Trainer:
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
     # Stages cannot generate, and ranks that divide experts would end at different tokens.
     generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
-    sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
+    chats = endings.holds_chats(run.prepared)
+    sample = [SampleText(prompt, training.sample_prompts or (), file, chats=chats)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     plan_check = _plan_check(run)
     model: Any = make_model(run)
@@ -413,6 +434,7 @@ def make_trainer(run: Run) -> Trainer:
     if training.profile is not None:
         model_name = run.config.model.name_or_path or type(model).__name__
         trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))
+    trainer.say_memory = run.applied.append
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
     if run.plan.facts.run.slices > 1:

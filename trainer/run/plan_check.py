@@ -36,6 +36,7 @@ from deepstow.strategies.engine.forward.checkpointing import checkpointed, room_
 from deepstow.strategies.parallel import deepspeed
 from deepstow.strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from deepstow.strategies.planner.weight_schedule import ASSUMED
+from deepstow.strategies.report.short_plan import LABEL
 from deepstow.strategies.report.table import table
 from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.errors import write_line
@@ -46,6 +47,15 @@ from deepstow.trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 COUNTED, STEP = 1, 2  # steps: what is saved is counted in the first, all is compared after the second
 FIRST, LAST = 2, 8  # that are timed
 HEADER = ("", "predicted", "measured", "error")
+# Of what is compared, what is printed, by its name there; all of it is in plan.txt and plan.json.
+PRINTED = {
+    "device, peak": "device memory",
+    "process, peak": "process memory",
+    "link up, step 2": "link up",
+    "link down, step 2": "link down",
+    "a step": "time per step",
+}
+SAME = 0.005  # relative difference that is not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +73,23 @@ class Comparison:
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
-        numbers = (self.predicted, self.measured)
-        shown = (human(int(number)) if self.unit == "bytes" else f"{number:.3g} s" for number in numbers)
-        return (self.owner, *shown, f"{100 * self.error:+.1f} %")
+        return (self.owner, self._shown(self.predicted), self._shown(self.measured), f"{100 * self.error:+.1f} %")
+
+    @property
+    def words(self) -> str:
+        """The measured number, and how the predicted one differs."""
+        expected = "planned" if self.unit == "bytes" else "simulated"
+        if abs(self.error) < SAME:
+            return f"{self._shown(self.measured)}, as {expected}"
+        much = f"{abs(self.error):.0%} {'more' if self.error > 0 else 'less'}"
+        return f"{self._shown(self.measured)}; {expected}: {self._shown(self.predicted)}, {much}"
+
+    def _shown(self, number: float) -> str:
+        return human(int(number)) if self.unit == "bytes" else f"{number:.3g} s"
+
+
+def _row(label: str, words: str) -> str:
+    return f"{label:<{LABEL}}{words}"
 
 
 @contextmanager
@@ -99,7 +123,7 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 class PlanCheck(TrainerCallback):  # type: ignore[misc]
-    """Prints predicted and measured numbers of the first steps, and adds them to ``plan.json`` and ``facts.json``.
+    """Prints what was measured in the first steps, and adds it to ``plan.txt``, ``plan.json`` and ``facts.json``.
 
     With a layout steps are timed, and units in the first micro-batch of each. The median counts: while memory is
     touched for the first time and kernels choose their ways, a step takes up to a third longer. A shorter run is timed
@@ -176,7 +200,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
             if 0 < self._tokens < (planned := self._plan.facts.run.sequence):
-                write_line(f"  counted rows have {self._tokens:,} tokens; the plan is for the longest, {planned:,}")
+                write_line(
+                    _row("", f"counted rows have {self._tokens:,} tokens; the plan is for the longest, {planned:,}")
+                )
         if state.is_world_process_zero and step == LAST:
             self._compare_seconds()
 
@@ -188,15 +214,21 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             self._compare_seconds()
 
     def _say(self, when: str, rows: list[Comparison]) -> None:
-        """Print ``rows``, and write them into ``plan.json`` after those that are there."""
+        """Print the most important of ``rows``, and write all into ``plan.txt`` and ``plan.json`` after those there."""
         self._rows += rows
-        write_line(f"plan against run, {when}")
-        for line in table(HEADER, (each.cells() for each in rows), HEADER[1:]):
-            write_line(f"  {line}")
+        printed = [_row(PRINTED[each.owner], each.words) for each in rows if each.owner in PRINTED]
+        write_line("\n".join([f"measured {when}:", *printed]))
         measured = [{**asdict(each), "error": each.error} for each in self._rows]
         with suppress(OSError):  # of a full disk; it has been printed
             content = json.dumps({**json.loads(self._shown), "measured": measured}, indent=1)
             replace_file(self._folder / "plan.json", content)
+            self._note("", f"plan against run, {when}", *table(HEADER, (each.cells() for each in rows), HEADER[1:]))
+
+    def _note(self, *lines: str) -> None:
+        """Add lines to ``plan.txt``. Raises OSError."""
+        file = self._folder / "plan.txt"
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        replace_file(file, before + "\n".join([*lines, ""]))
 
     def _now(self) -> float:
         if self._plan.facts.machine.has_accelerator:
@@ -212,12 +244,15 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             found = without_again(median_of(self._unit_times), self._plan.facts_as_kept())
             timings = replace(found, origin=f"measured in {steps} of a run")
         if rows := list(self._seconds(timings)):
-            self._say(steps, rows)
+            self._say(f"in {steps}", rows)
+        else:
+            step_s = statistics.median(self._step_s.values())
+            rate = self._plan.facts.run.tokens_per_step / step_s
+            write_line(f"measured in {steps}: {step_s:.3g} s per step, {rate:,.0f} tokens/s")
         if timings is not None:
             block_timing.store(self._folder, self._plan.facts, timings)
-            write_line(
-                f"block times are in {self._folder / block_timing.FILE}; the next fresh run is planned with them"
-            )
+            with suppress(OSError):
+                self._note(f"block times: {block_timing.FILE}, with which the next fresh run is planned")
 
     def compared(self) -> Iterator[Comparison]:
         """All counts of bytes that can be measured on this machine."""

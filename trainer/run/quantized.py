@@ -12,6 +12,7 @@ machine without the library, and widths that groups do not divide.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,7 +202,7 @@ def mean_loss(call: Callable[..., Any], batches: Iterable[dict[str, torch.Tensor
         of_trained = logits[trained.to(logits.device)].float()
         total += float(cross_entropy(of_trained, wanted[trained].to(logits.device), reduction="sum"))
         count += int(trained.sum())
-    return total / max(count, 1)
+    return total / count if count else math.nan
 
 
 def _card(exact: Path, name: str, is_for: bool, sizes: tuple[int, int], costs: tuple[float, float]) -> ModelCard:

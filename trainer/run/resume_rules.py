@@ -74,7 +74,7 @@ _GROUPS: Mapping[str, str] = {
     "kernels": """training.full_determinism training.use_cpu training.torch_compile training.torch_compile_backend
         training.torch_compile_mode training.use_liger_kernel training.liger_kernel_config
         model.attn_implementation""",
-    "model": """model.name_or_path model.config model.attention_mask model.quantization_config
+    "model": """model.name_or_path model.adapter model.config model.attention_mask model.quantization_config
         model.lora.lora_alpha model.lora.use_rslora""",
 }
 _SAID = """

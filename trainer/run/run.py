@@ -17,6 +17,7 @@ that dies, or ends with an error, they know at once.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
@@ -43,7 +45,7 @@ from deepstow.trainer.distributed.agreement import Agreement, agreement
 from deepstow.trainer.distributed.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from deepstow.trainer.distributed.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
 from deepstow.trainer.distributed.watchdog import Watchdog
-from deepstow.trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
+from deepstow.trainer.errors import ConfigError, ExitCode, UserError, first_line, report, warning, write_line
 from deepstow.trainer.machine.repeated_sums import repeated_sums
 from deepstow.trainer.model import attention
 from deepstow.trainer.planning.from_config import budget_of, check_options, refuse_folder
@@ -71,7 +73,7 @@ from deepstow.trainer.run.order import Run
 from deepstow.trainer.run.quantized import exact_again
 from deepstow.trainer.run.resume_rules import leaves
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.table import only_language
+from deepstow.trainer.tasks.table import TASKS, only_language
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -148,9 +150,9 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
     quiet_libraries()
     on_cpu = bool(config.training.use_cpu)
     single = Requirement.DEEPSPEED in requirements_of(config.strategies)
-    shown = shown_by(write_line) if ranks.is_first else nullcontext()
+    warned = shown_by(lambda line: write_line(warning(line)), logging.WARNING) if ranks.is_first else nullcontext()
     try:
-        with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
+        with warned, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
             if watchdog is not None:
                 watchdog.ended = stop.ended
             if not on_cpu and (device := accelerator.current()) is not None:
@@ -276,6 +278,8 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
             train(seen[0], stop, together, watchdog)
             export_further(seen[0], together)
         together.on_first(ranks.rank, lambda: publish(config))  # where all ranks meet, before any says that it is over
+        if ranks.is_first:
+            write_line(following(config))
 
 
 def show_sample(config: RunConfig) -> None:
@@ -302,9 +306,15 @@ def show_data(config: RunConfig, picture: Path | None) -> None:
 
 
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
-    """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
+    """Train and finish."""
     together.on_first(run.ranks.rank, lambda: trackers.start(run.config))
     together.on_first(run.ranks.rank, lambda: upload.repository(run.config))
+    with shown_by(run.applied.append) if run.ranks.is_first else nullcontext():
+        _train(run, stop, together, watchdog)
+
+
+def _train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
+    """The trainer is a local variable, so that it is freed with this frame."""
     trainer = order.make_trainer(run)
     trainer.add_callback(SaveAndStop(stop, trainer, together))
     trainer.callback_handler.callbacks.insert(0, Begin(run, together))  # before TensorBoard's, which makes files
@@ -395,8 +405,14 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     if "tensorboard" in run.config.training.report_to:
         write_line(f"curves:     tensorboard --logdir {folder}")
-    if folder == Path("runs/quickstart"):
-        write_line("next:       make finetune")
+
+
+def following(config: RunConfig) -> str:
+    """What to type next: to talk to the export, or to read how else it is used."""
+    folder = Path(config.training.output_dir)
+    talks = TASKS[config.task].generates and not config.model.trust_remote_code and not config.model.attention_mask
+    command = f"deepstow chat {quote(str(folder))}" if talks else "deepstow docs use"
+    return f"next:       {command}{', or deepstow train --config finetune' * (folder == Path('runs/quickstart'))}"
 
 
 def make_room(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""What a run shows on one screen, read from its records and its plan: ``launch/watch.py`` in any terminal, and the run
+"""What a run shows on one screen, read from its records and its plan: ``deepstow watch`` in any terminal, and the run
 itself in its own (``live.py``). Without torch.
 """
 
@@ -17,14 +17,14 @@ WIDTH = 97  # columns with which a curve has all its 60 points
 BESIDE = WIDTH - 60  # columns beside a curve, for its name and its newest value
 
 
-def lines(run: history.History, width: int = WIDTH, step: int | None = None) -> Iterator[str]:
-    """The lines of the screen; what the run has not written is left out. ``step``: not set means that
-    of the newest record. What others wrote is ``printable`` in them.
+def lines(run: history.History, width: int = WIDTH, step: int | None = None, total: int | None = None) -> Iterator[str]:
+    """The lines of the screen; what the run has not written is left out. ``step``: not set means that of the newest
+    record; ``total``: as many as the run will make, by its config. What others wrote is ``printable`` in them.
     """
-    return map(printable, _lines(run, width, step))
+    return map(printable, _lines(run, width, step, total or run.total()))
 
 
-def _lines(run: history.History, width: int, step: int | None) -> Iterator[str]:
+def _lines(run: history.History, width: int, step: int | None, total: int | None) -> Iterator[str]:
     losses = run.curve("loss")
     step = max((record["step"] for record in run.records), default=0) if step is None else step
     left = run.last("eta_s")
@@ -35,7 +35,8 @@ def _lines(run: history.History, width: int, step: int | None) -> Iterator[str]:
         state = "  training is over"  # and the export is not there yet
     else:
         state = f"  {human_duration(left)} left" if left else ""
-    yield f"{run.folder}  step {step}{state}"
+    of = f" of {total:,} ({step / total:.0%})" if total is not None and total >= step else ""
+    yield f"{run.folder}  step {step:,}{of}{state}"
     for name, curve in (("loss", losses), ("eval loss", run.curve("eval_loss"))):
         if curve:
             first, last = (human_number(value, 4) for value in (curve[0][1], curve[-1][1]))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,7 @@ class StowedTrainer:
     """The mixin that ``stowed`` puts before a Trainer class in the order of methods."""
 
     stow_options: Mapping[str, Any] = {}
+    say_memory: Callable[[str], None] = staticmethod(write_line)  # told of the arenas, a line each, on the first rank
     plan: Plan | None = None
     pipeline: Any = None  # see ``pipeline_trainer.py``
     args: Any
@@ -118,7 +119,7 @@ class StowedTrainer:
         made = stow(self.model, self.plan, groups, rule, device=self.args.device, **self.among_ranks())
         if self.args.process_index == 0:
             for line in made.engine.arena.owners():
-                write_line(line)
+                self.say_memory(line)
         self.optimizer = made
         return made
 

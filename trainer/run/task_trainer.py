@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from deepstow.trainer.data.collate import Collator
-from deepstow.trainer.errors import DataError
+from deepstow.trainer.data.report import MANY
+from deepstow.trainer.errors import DataError, warning
 from deepstow.trainer.model import attention, build
 from deepstow.trainer.run.pipeline_trainer import token_losses
 from deepstow.trainer.run.trainer import Trainer
@@ -37,7 +38,7 @@ def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedToke
     task, packing = TASKS[config.task], config.data.packing
     if not task.language:
         given = task.options(model, tokenizer, config)
-        if config.model.lora is not None and task.adds_adapters:
+        if config.model.lora is not None and config.model.adapter is None and task.adds_adapters:
             given["peft_config"] = build.lora_config(config.model.lora, task)
         return given
     # Flash attention takes packed documents as one long row instead of a batch of rows.
@@ -54,7 +55,8 @@ def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:
     if all.
     """
     left = len(trainer.train_dataset)  # type: ignore[arg-type]
-    line = f"data: {left:,} of {found:,} rows are left, the others do not fit into data.max_length"
+    line = f"data: {found - left:,} of {found:,} rows are dropped: their prompts fill data.max_length"
+    cure = f"raise it from {config.data.max_length}"
     if not left:
-        raise DataError(f"{line}; raise it from {config.data.max_length}")
-    return line if left < found else ""
+        raise DataError(f"{line}; {cure}")
+    return warning(f"{line}; {cure}") if (found - left) * MANY > found else line if left < found else ""

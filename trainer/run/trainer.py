@@ -1,4 +1,4 @@
-"""What DeepStow changes in Hugging Face's Trainer, for ``launch/train.py``.
+"""What DeepStow changes in Hugging Face's Trainer, for ``deepstow train``.
 
 Memory engine and pipeline are in the classes that it is made of. Besides, the loss of an evaluation is the mean over
 *tokens*, so perplexity is right when lengths differ; our numbers are in every record before any callback sees it
@@ -6,7 +6,7 @@ Memory engine and pipeline are in the classes that it is made of. Besides, the l
 training, before it gets its name (``saving.py``, ``training_state.py``), and one that finds no space is one line, on
 every rank or on none, and the run goes on; a run that is resumed at its last step takes no further one.
 
-Which private methods of Hugging Face's that takes, and why, is a table in ``docs/design.md``.
+Which private methods of Hugging Face's that takes, and why: ``tests/unit/test_private_methods.py``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ Refused: smoothed labels where a row has several or numbers.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.protocol import Refusal
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
 
 
+UNNAMED = re.compile(r"LABEL_\d+")  # Transformers' name of a label that nobody has named
+MOST = 200  # labels that a line lists
 ONE, SEVERAL, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
 
 
@@ -59,6 +63,23 @@ class Classification(Task):
             for index, label in enumerate(labels)
         ]
 
+    def cure(self, rows: Iterable[Mapping[str, Any]], model: PretrainedConfig) -> str:
+        """The line for the config, where the model has no names of labels yet."""
+        if problem_of(model) == NUMBERS or not all(map(UNNAMED.fullmatch, map(str, model.label2id or ()))):
+            return ""
+        found = set[Any]()
+        for row in rows:
+            label = row.get("label")
+            found |= {each for each in (label if isinstance(label, list) else [label]) if type(each) in (str, int)}
+            if len(found) > MOST:
+                return f"field 'label' has over {MOST} values: is it the column of the labels? model.labels names them"
+        numbers = [each for each in found if isinstance(each, int)]
+        names = sorted(numbers) if len(numbers) == len(found) else sorted(map(str, found))
+        if len({*map(str, names)}) < 2:
+            return ""
+        written = ", ".join(map(_plain, map(str, names)))
+        return f"the model has no names of the labels that the rows have; write under model: labels: [{written}]"
+
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Decoders read the logits at the last token that is no padding."""
         config = model.config.get_text_config()
@@ -86,6 +107,12 @@ class Classification(Task):
             return model(**inputs, **token_types(model, config, inputs["input_ids"]))
 
         return run
+
+
+def _plain(name: str) -> str:
+    """A name as it is written in YAML."""
+    words = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
+    return name if re.fullmatch(r"[A-Za-z][\w-]*", name) and name.lower() not in words else json.dumps(name)
 
 
 def problem_of(model: PretrainedConfig) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.trainer.errors import DataError
 from deepstow.trainer.tasks.task import Field, Saved, Task, takes_no_count, token_types
@@ -50,8 +51,7 @@ class Embedding(Task):
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         yield from super().refusals(config)
         if find_spec("sentence_transformers") is None:
-            what = "needs the package sentence-transformers; install it with: pip install 'deepstow[embedding]'"
-            yield Refusal("task", self.name, what)
+            yield Refusal("task", self.name, needs("sentence-transformers", "embedding"))
 
     def refuses_model(self, config: RunConfig, model: PretrainedConfig, saved: Saved) -> Iterator[Refusal]:
         if model.is_encoder_decoder:

@@ -4,21 +4,28 @@ TRL tokenises the rows, adds the adapters of ``model.lora`` and computes the los
 what it was before training, the reference. With adapters that is the same weights without them. Otherwise TRL asks the
 model once for what it says about every row, before the first step (``precompute_ref_log_probs``), so no second model is
 ever in memory. The forward of the reference keeps nothing for backward; its seconds are not in the simulated step.
+With ``model.adapter`` the reference is that adapter, of which TRL keeps a frozen copy.
+
+On a base in 4 or 8 bits TRL rounds adapters to bfloat16, except for ORPO; so are the plan's. Plain training has TRL's
+bits. The memory engine has a float32 master of whatever is in bfloat16: its bits are those of TRL with such masters.
 
 Refused: a second model as reference, which no plan has a place for; DeepSpeed's engine where the reference is asked
-before training, since it does not exist then. ORPO is in TRL's ``experimental`` folder; a release may move it.
+before training, since it does not exist then; a head in few bits, whose weight DPO and KTO read. ORPO is in TRL's
+``experimental`` folder; a release may move it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import requirements_of
+from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.protocol import Refusal, Requirement
 from deepstow.trainer.errors import DataError
+from deepstow.trainer.tasks.prompts import carried
 from deepstow.trainer.tasks.task import Field, Task, loaded
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
 
 ANSWER = (str, list)  # a text, or a list of messages
-PAIR = (Field("prompt", ANSWER), Field("chosen", ANSWER), Field("rejected", ANSWER))
+PAIR = (Field("chosen", ANSWER), Field("rejected", ANSWER), Field("prompt", ANSWER, required=False))
 
 
 class Preference(Task):
@@ -37,6 +44,7 @@ class Preference(Task):
     adds_adapters = True
     folder = "trainer"  # of TRL, where its trainer is
     fused = False  # the loss reads the head's weight by itself, through TRL's fused head
+    splits = True  # the loss counts the answer's tokens alone
 
     def sequences(self, config: RunConfig) -> int:
         return 1 + any(field.name == "rejected" for field in self.fields)
@@ -45,7 +53,7 @@ class Preference(Task):
         yield from super().refusals(config)
         found = find_spec("trl")
         if found is None:
-            yield Refusal("task", self.name, "needs the package trl; install it with: pip install 'deepstow[tasks]'")
+            yield Refusal("task", self.name, needs("trl", "tasks"))
         elif not (Path(str(found.origin)).parent / self.folder).is_dir():
             yield Refusal("task", self.name, f"this release of TRL has no trl/{self.folder} any more; trl 1.16 has")
         before = self.fused and config.model.lora is None
@@ -58,12 +66,16 @@ class Preference(Task):
     ) -> list[dict[str, Any] | str]:
         if tokenizer.eos_token is None:
             raise DataError("model.tokenizer: it has no eos token, with which an answer ends; name one that has")
-        texts = [name for name in ("prompt", "chosen", "rejected", "completion") if name in rows[0]]
-        mixed = "prompt and answers are not all text, or all lists of messages"
-        kinds = [{type(row[name]) for name in texts} for row in rows]
-        return [
-            mixed if kind != kinds[0] or len(kind) > 1 else dict(row) for row, kind in zip(rows, kinds, strict=True)
-        ]
+        answers = tuple(name for name in ("chosen", "rejected", "completion") if name in rows[0])
+        made = [carried(row, answers, needed=self.splits) for row in rows]
+        mixed = "the rows are not all text, or all lists of messages"
+        first = next((type(row[answers[0]]) for row in made if isinstance(row, dict)), None)
+        return [mixed if isinstance(row, dict) and type(row[answers[0]]) is not first else row for row in made]
+
+    def note(self, columns: Collection[str]) -> str:
+        if "prompt" in columns or not self.splits:
+            return ""
+        return "the rows have no prompt column: what chosen and rejected share from their beginning is the prompt"
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         given = {"gradient_checkpointing": False, **given, "max_length": config.data.max_length}
@@ -74,16 +86,34 @@ class Preference(Task):
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         return {}
 
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """TRL copies a saved adapter, which is the reference, and rounds those of a quantised base to bfloat16."""
+        made = adapt(model)
+        if self.has_reference and config.model.adapter is not None:
+            made.add_adapter("ref", made.peft_config["default"])
+        if config.model.quantization_config is not None:
+            for parameter in made.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.bfloat16()
+        return made
+
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
         return super().targets(ids, config) if self.fused else {}
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
+        from deepstow.strategies.engine.tensors.quantised import is_quantised
+
         if config.training.disable_dropout is not False:
             disable_dropout_in_model(model)
         if not self.fused:
             return super().forward(model, config)
+        head = model.get_output_embeddings()
+        if head is not None and is_quantised(head.weight):
+            what = "TRL multiplies with the head's weight itself, which has to stay whole; name the head (lm_head), too"
+            key, section = "model.quantization_config.llm_int8_skip_modules", config.model.quantization_config
+            raise config.error(key, section and section.llm_int8_skip_modules, what)
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         add_fused_lm_head(model.get_base_model() if config.model.lora else model, outputs=outputs)
 
@@ -119,7 +149,8 @@ class Reward(Preference):
     """A number for each text, larger for the chosen one."""
 
     name = "reward"
-    fields = (*PAIR[1:], Field("prompt", ANSWER, required=False), Field("margin", (float, int), required=False))
+    fields = (*PAIR, Field("margin", (float, int), required=False))
+    splits = False
     model_class = "transformers.AutoModelForSequenceClassification"
     trainer, arguments = "trl.RewardTrainer", "trl.RewardConfig"
     adapters = "SEQ_CLS"
@@ -136,6 +167,20 @@ class Orpo(Preference):
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**super().complete(given, config), "remove_unused_columns": False}
+
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """TRL's experimental trainers leave that to PEFT: what rests in 16 bits beside a quantised base becomes
+        float32, and in mixed precision adapters, embeddings and head of one in 4 bits are rounded.
+        """
+        section = config.model.quantization_config
+        if section is None or config.model.adapter is not None:
+            return adapt(model)
+        from peft import prepare_model_for_kbit_training
+
+        made = adapt(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
+        if config.training.bf16 and section.load_in_4bit:
+            loaded("trl.experimental.utils.peft_module_casting_to_bf16")(made)
+        return made
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from torch.nn.functional import cross_entropy

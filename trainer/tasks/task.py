@@ -12,8 +12,9 @@ Refused: strategies that cut the layers of language models for other tasks; what
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,6 +109,14 @@ class Task:
         """
         raise NotImplementedError
 
+    def note(self, columns: Collection[str]) -> str:
+        """A line about how rows with these fields are read; empty if there is nothing to say."""
+        return ""
+
+    def cure(self, rows: Iterable[Mapping[str, Any]], model: PretrainedConfig) -> str:
+        """The one line for rows that are refused, if the model is what is wrong with them; empty otherwise."""
+        return ""
+
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write into the model's config which tokens its forward has to know."""
 
@@ -120,6 +129,10 @@ class Task:
         raise NotImplementedError
 
     # --- for planning --------------------------------------------------------------------------------------------
+
+    def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
+        """What ``adapt`` makes of ``model``, in the dtypes that the Trainer gives its weights."""
+        return adapt(model)
 
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
         """What forward takes besides tokens of this shape."""
@@ -185,4 +198,4 @@ def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
     """Metrics of an evaluation; Hugging Face puts its prefix before them, and this loss in the place of its own."""
     rows: Any = prediction.predictions  # what was made of each sequence: summed loss and number of tokens, [N, 2]
     loss, tokens = rows.astype("float64").sum(axis=0)
-    return {"loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}
+    return {"loss": float(loss / tokens) if tokens else math.nan, "tokens": int(tokens)}

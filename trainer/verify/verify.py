@@ -2,7 +2,7 @@
 
 The copy keeps what could break equality (architecture, grouped heads, tied weights, activation function, dropout,
 optimizer, clipping, accumulation, precision) and shrinks what only costs time (layers, widths, vocabulary). Both runs
-use the same code as ``launch/train.py``, on real ranks, with the same seed, threads and random tokens. *Plain* training
+use the same code as ``deepstow train``, on real ranks, with the same seed, threads and random tokens. *Plain* training
 means the same ranks and torch's own data parallelism. On an accelerator, where some sums are made in any order, both
 ask for deterministic kernels, and plain training is compared with itself first.
 

@@ -7,9 +7,9 @@ begins before what is computed after it (in backward gradients of weights). A pa
 All sub-layers take the same number: the smallest that is within 2 % of the fastest, since what is known of chunks is no
 better than that. Numbers of their own gained less in 300 of 300 random runs of 24 blocks.
 
-``Passes.of`` has the tables of a run: blocks of so many rows as ``launch/plan.py --measure`` has timed them, else
+``Passes.of`` has the tables of a run: blocks of so many rows as ``deepstow plan --measure`` has timed them, else
 operations over rates, where a chunk takes at least as long as its kernels' launches; sums as in ``cluster.py``, by the
-rates of ``launch/doctor.py --rates``. Attention has a third of a block and gradients of weights behind sums a third of
+rates of ``deepstow doctor --rates``. Attention has a third of a block and gradients of weights behind sums a third of
 backward (assumed: with the widths of a Llama).
 """
 

@@ -1,0 +1,92 @@
+"""Which ways of training a model fit into a machine: all weights, LoRA, QLoRA, with recomputation, offload, a disk.
+
+Needs no accelerator, no weights and no data. ``--write FILE`` writes a row of the table as a whole config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepstow.launch import cli, plan
+from deepstow.trainer.errors import ConfigError, write_line
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
+    parser = cli.explained(argparse.ArgumentParser(), "fit", __doc__)
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="the run's YAML file")
+    add("--model", metavar="NAME_OR_FOLDER", help="instead of a config file; or give model.config.model_type=...")
+    add("--ranks", type=_counts, default=(1,), metavar="N[,N]", help="cards of the machine (default 1)")
+    plan.add_machine(parser)
+    add("--write", type=Path, metavar="FILE", help="write what fits, as a whole config")
+    add("--row", type=int, metavar="N", help="with --write: this row of the table (default: the fastest that fits)")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    given = cli.parsed(parser, argv)
+    if given.model and given.config:
+        parser.error("--model is instead of --config; leave one of the two out")
+    if given.row is not None and given.write is None:
+        parser.error("--row is for --write FILE")
+    given.world_size, *given.more = given.ranks
+    given.ranks_per_machine = None
+    return given
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(map(int, text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(1 <= each <= plan.MOST_RANKS for each in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be one or more numbers from 1, as in 2 or 1,2,4,8")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command. Returns the exit code: 0 whatever the answer is, but if nothing is there to write."""
+    given = parse(argv)
+
+    def answer() -> None:
+        cli.refuse_paths(write=given.write)
+        if given.write is not None and given.write.exists():
+            raise ConfigError(f"--write {given.write}: is there already; name another file")
+        show(given)
+
+    return cli.answered(answer)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print the table of what fits, and write a row of it if asked to."""
+    config = plan.config_of(arguments) if arguments.config else None
+    machine, ranks = plan.machine_of(arguments), plan.ranks_of(arguments)
+    from deepstow.trainer.planning import fit
+
+    written = None
+    if config is None:
+        config = fit.config_of(arguments.model, arguments.overrides, accelerated=machine.device_kind != "cpu")
+        written = fit.unwritten(config)
+    asked = fit.Fit(config, ranks, machine, written=written, more=tuple(arguments.more), say=plan.say)
+    with config.placing():
+        rows = asked.rows(as_given=bool(arguments.config))
+        write_line("\n".join([*asked.heading(), "", *fit.lines(rows)]))
+        if arguments.write is not None:
+            row = fit.chosen(rows, config, arguments.row)
+            write(arguments.write, fit.text(config, row, machine, arguments.write))
+            write_line(f"written: {arguments.write}, row {rows.index(row) + 1}: {row.training}")
+
+
+def write(path: Path, text: str) -> None:
+    """Write the config."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {path}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
+    sys.exit(main())

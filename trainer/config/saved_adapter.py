@@ -1,0 +1,99 @@
+"""``model.adapter``: the folder of a saved adapter that training goes on with. What it is stands in the folder, so a
+config need not say it again: ``model.lora``, the base and the tokenizer are filled in from there.
+
+Refused: what is no LoRA adapter, other values in ``model.lora`` than the saved ones, a base that is nowhere. What only
+the weights show is refused where they are loaded, in ``trainer/model/adapters.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepstow.trainer.config.sections import LoraSection
+from deepstow.trainer.config.yaml_file import Fault
+from deepstow.trainer.errors import nearest_file
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+OPEN = ("lora_dropout", "loraplus_lr_ratio", "export")  # keys of model.lora that may differ: no weight depends on them
+KEY = ("model", "adapter")
+
+
+def filled(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    """The tree with what its ``model.adapter`` says, and what is wrong with that."""
+    section = tree.get("model")
+    if not isinstance(section, dict) or not isinstance(section.get("adapter"), str) or not section["adapter"]:
+        return tree, []
+    folder, given = Path(section["adapter"]), section.get("lora")
+    saved = _read(folder)
+    if isinstance(saved, str):
+        return tree, [Fault(KEY, section["adapter"], saved)]
+    own = {name: saved[name] for name in LoraSection.model_fields if saved.get(name) is not None}
+    if isinstance(own.get("target_modules"), list):
+        own["target_modules"] = sorted(own["target_modules"])
+    if not isinstance(given, dict):  # what else it may be is said by those who check types
+        model = section if given is not None else {**section, "lora": own}
+        faults = []
+    else:
+        other = [name for name, value in given.items() if name not in OPEN and not _same(own, name, value)]
+        faults = [Fault(("model", "lora", name), given[name], _differs(own, name, folder)) for name in other]
+        model = {**section, "lora": {**own, **given}}
+    base = saved.get("base_model_name_or_path")
+    if model.get("name_or_path") is None and model.get("config") is None:
+        if not isinstance(base, str) or not base:
+            return tree, [Fault(KEY, str(folder), f"its {CONFIG} names no base; write model.name_or_path")]
+        if not Path(base).exists() and (base[0] in "./~" or base.count("/") > 1):
+            return tree, [Fault(KEY, str(folder), f"its base {base} is not there; write model.name_or_path")]
+        model["name_or_path"] = base
+    if model.get("tokenizer") is None and (folder / "tokenizer_config.json").is_file():
+        model["tokenizer"] = str(folder)
+    return {**tree, "model": model}, faults
+
+
+def base_of(folder: str) -> str | None:
+    """The base that a saved adapter names."""
+    saved = _read(Path(folder))
+    return None if isinstance(saved, str) else saved.get("base_model_name_or_path")
+
+
+def _read(folder: Path) -> dict[str, Any] | str:
+    """What a saved adapter says of itself, or what is wrong with it."""
+    if not folder.is_dir():
+        if folder.exists():
+            return "is a file; name the folder that it is in"
+        if str(folder) in ("lora", "qlora"):  # Axolotl's
+            return (
+                "is for a saved adapter; a new one is model.lora: {}, on a base in few bits model.quantization_config"
+            )
+        hint = (
+            nearest_file(folder) or "; one on the hub has to be downloaded first (hf download NAME --local-dir FOLDER)"
+        )
+        return f"there is no such folder{hint}"
+    try:
+        saved = json.loads((folder / CONFIG).read_bytes())
+    except FileNotFoundError:
+        return f"the folder holds no adapter (no {CONFIG}); a whole model belongs into model.name_or_path"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{CONFIG} cannot be read: {str(error).partition(chr(10))[0]}"
+    if not isinstance(saved, dict):
+        return f"{CONFIG} must be a JSON object"
+    if (found := saved.get("peft_type")) != "LORA":
+        return f"it is an adapter of type {found}, and training goes on with LORA alone"
+    if not (folder / WEIGHTS).is_file():
+        what = f"the folder holds no {WEIGHTS}"
+        return f"{what}, but a pickled {PICKLED}; save it once more with PEFT" if (folder / PICKLED).is_file() else what
+    return saved
+
+
+def _same(saved: Mapping[str, Any], name: str, given: Any) -> bool:
+    default = LoraSection.model_fields[name].default if name in LoraSection.model_fields else given
+    found = saved.get(name, default)
+    lists = isinstance(found, list) and isinstance(given, list)
+    return sorted(map(str, found)) == sorted(map(str, given)) if lists else bool(found == given)
+
+
+def _differs(saved: Mapping[str, Any], name: str, folder: Path) -> str:
+    found = saved.get(name, LoraSection.model_fields[name].default)
+    return f"the adapter in {folder} has {json.dumps(found)}; leave it out"
