@@ -189,7 +189,8 @@ class TrainingSection(Section):
     early_stopping_patience: Count | None = option("Training ends after so many evaluations that are not better.")
     early_stopping_threshold: NonNegative = option("How much better the metric must be, to count.", 0.0)
     sample_prompts: Annotated[list[NonEmpty], Field(min_length=1)] | None = option(
-        "Prompts that are continued, greedily, at each evaluation; printed, and in metrics.jsonl."
+        "Prompts that are continued, greedily, at each evaluation; printed, and in metrics.jsonl. Where rows are chats "
+        "each is the user's turn, written by the chat template."
     )
     compute_metrics: Function | None = option("Function for further metrics of an evaluation, as Hugging Face's.")
     preprocess_logits_for_metrics: Function | None = option("Function that says what of the logits is kept for it.")

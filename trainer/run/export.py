@@ -347,7 +347,10 @@ def _source(path: str | None, name: str | None) -> str:
 def _origin(config: RunConfig, model_type: str) -> str:
     lora, base = config.model.lora, config.model.name_or_path and hub.shown(config.model.name_or_path)
     if lora is not None and not config.model.merges:
-        return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base is not included."
+        began = f" Training went on with `{Path(config.model.adapter).name}`." if config.model.adapter else ""
+        return (
+            f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow.{began} The base is not included."
+        )
     how = f"; what was trained are low-rank adapters (rank {lora.r}), merged into it" if lora is not None else ""
     if base is not None:
         return f"`{base}`, a model of type {model_type}, trained further with DeepStow{how}."
