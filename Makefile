@@ -20,10 +20,10 @@ $(READY): pyproject.toml constraints.txt .ci/setup
 	@touch $@
 
 train: $(READY) ## the quickstart: a small Llama from scratch, on text that ships with Python
-	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/quickstart.yaml
+	deepstow train --ranks $(RANKS) --config quickstart
 
 finetune: $(READY) ## fine-tune what `make train` exported
-	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/finetune.yaml
+	deepstow train --ranks $(RANKS) --config finetune
 
 # Each file stays with one process, and the slow folders come first, so that all end together; some wait for others most of the time.
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
@@ -90,7 +90,7 @@ gpu-rehearsal: $(READY) ## every part of gpu-check with the smallest models, her
 	python -m deepstow.benchmarks.gpu_check all --rehearse --patience 3 --seconds 7200 --out runs/gpu-rehearsal
 
 bench: $(READY) ## offload against its peers, on this machine; a record under benchmarks/records
-	python launch/bench.py offload
+	deepstow bench offload
 
 thirty: $(READY) ## thirty runs of two ranks in a row; each must end with exit code 0
 	DEEPSTOW_RUNS=30 python -m pytest tests/e2e/test_thirty.py

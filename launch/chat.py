@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepstow.launch import cli
-from deepstow.trainer.errors import ExitCode, UserError, report, write_line
+from deepstow.trainer.errors import ConfigError, ExitCode, UserError, nearest_file, report, write_line
 
 if TYPE_CHECKING:
     from deepstow.trainer.run.talk import Talk
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def chat(given: argparse.Namespace) -> int:
     """Load the model and answer. Returns the exit code."""
+    if not given.model.exists():  # said before torch is there
+        raise ConfigError(f"{given.model}: there is no such folder{nearest_file(given.model)}")
     from deepstow.trainer.run import talk
 
     place = talk.place_of(given.model)

@@ -30,7 +30,7 @@ def explained(name: str, text: str) -> None:
 
 
 def test_help_and_schema_need_no_torch(tmp_path: Path) -> None:
-    for name in ("train", "plan", "verify", "doctor"):
+    for name in ("init", "train", "plan", "verify", "doctor", "chat", "docs"):
         found = without_torch(tmp_path, f"launch/{name}.py", "--help").check()
         assert found.err == ""
         explained(name, found.out)

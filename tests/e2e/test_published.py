@@ -30,8 +30,8 @@ ELSEWHERE = {
     "watch": "tests/unit/test_history.py",
 }
 PLANS = {"plan", "fit", "search"}
-RUN_HERE = {"train", "finetune"}
-MAKE = RUN_HERE | {
+MAKE = {
+    "train",
     "test",
     "test-all",
     "test-rare",
@@ -49,7 +49,7 @@ MAKE = RUN_HERE | {
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
 STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)"
 FILE = re.compile(STARTS + r"launch/(\w+)\.py( [^`\n#|>]*)?")
-COMMAND = re.compile(r"(?:^(?:#| |[a-z]+: )*|`)deepstow ([a-z]+)( [^`\n#|>]*)?(?=[`\n#|>]|$)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^[# ]*|`)deepstow ([a-z]+)( [^`\n#|>]*)?(?=[`\n#|>]|$)", re.MULTILINE)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 BLOCKS = {"num_hidden_layers": 4}  # two in each of two stages
 FEW = {"num_hidden_layers": 2, "vocab_size": 512, "model_type": "llama"}  # where a command names them

@@ -1,5 +1,6 @@
 """The wheel, installed into a fresh environment, works from a folder that has nothing of the checkout."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import REPO, Result, run, write_config
+from tests.e2e.commands import REPO, Result, run, write_config, write_jsonl
 
 FOLDERS = ("trainer", "strategies", "launch", "benchmarks")
 PROGRAM = """
@@ -40,6 +41,16 @@ assert main(["train", *config, "training.lr=1"]) == 2  # by foreign.yaml
 assert main(["train", *config]) == 0
 import benchmarks, launch, strategies, trainer
 assert {each.MINE for each in (benchmarks, launch, strategies, trainer)} == {True}
+"""
+
+SAVE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from deepstow.trainer.data.tokenizer import trained
+from pathlib import Path
+words = trained(300, Path("tokens"), ["What is 1 plus 2? 1 plus 2 is 3."])
+words.save_pretrained("small")
+sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=128, **sizes)).save_pretrained("small")
 """
 
 
@@ -110,3 +121,32 @@ def test_all_that_a_program_can_call(elsewhere: Callable[..., Result], tmp_path:
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert elsewhere(tmp_path, "deepstow", "--version").check().out.startswith("deepstow 0.")
     elsewhere(tmp_path, "python", "-m", "deepstow.launch.train", "--schema").check().quiet()
+
+
+@pytest.mark.slow
+def test_a_fresh_user_is_led_from_init_to_a_chat(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
+    """200 rows of his own and a small saved model; each command is the one that the one before has printed last."""
+    chats = [(f"What is {i} plus {i}?", f"{i} plus {i} is {2 * i}.") for i in range(200)]
+    turns = ("user", "assistant")
+    rows = [
+        {"messages": [{"role": who, "content": said} for who, said in zip(turns, chat, strict=True)]} for chat in chats
+    ]
+    write_jsonl(tmp_path / "my.jsonl", rows)
+    (tmp_path / "save.py").write_text(SAVE)
+    elsewhere(tmp_path, "python", "save.py").check()
+
+    def following(result: Result) -> list[str]:
+        (line,) = result.check().quiet().lines("next: ")
+        assert line == result.out.splitlines()[-1]
+        return shlex.split(line.removeprefix("next:"))
+
+    init = elsewhere(tmp_path, "deepstow", "init", "--model", "small", "--data", "my.jsonl", "--out", "own.yaml")
+    train = following(init)
+    assert train == ["deepstow", "train", "--config", "own.yaml"]
+    chat = following(elsewhere(tmp_path, *train))
+    assert chat == ["deepstow", "chat", "runs/own"]
+    answer = elsewhere(tmp_path, *chat, "--prompt", "What is 2 plus 2?", "--max-new-tokens", "8").check().quiet()
+    assert answer.out.strip() and not answer.err
+    two = [*train, "--ranks", "2", "training.output_dir=runs/two", "training.max_steps=2", "training.save_strategy=no"]
+    assert following(elsewhere(tmp_path, *two)) == ["deepstow", "chat", "runs/two"]
+    assert "2 ranks" in (tmp_path / "runs/two/plan.txt").read_text().splitlines()[0]

@@ -213,7 +213,7 @@ OF_FOLDERS: dict[str, tuple[str, Change, str]] = {
     "adapters": (
         "whole",
         text("adapter_config.json", '{"base_model_name_or_path": "org/name"}'),
-        "it holds adapters (adapter_config.json); merge them",
+        "it holds adapters (adapter_config.json); to go on with them write it as model.adapter",
     ),
     **{
         f"{name} of garbage": ("whole", text(name, b"\xff{"), f"{name} is no JSON")

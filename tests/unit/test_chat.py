@@ -114,7 +114,7 @@ def unfinished(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
-    (folder / "exit.json").write_text('{"code": 10}')
+    (folder / "exit.json").write_text('{"code": 10, "ranks": 2}')
 
 
 def classifies(folder: Path) -> None:
@@ -152,6 +152,7 @@ def test_what_cannot_be_talked_to_is_one_line(
     spoil(export)
     assert chat.main([str(export), "--prompt", "hello"]) == 2
     found = capsys.readouterr()
+    assert spoil is not unfinished or f"deepstow train --ranks 2 --config {export}/config.yaml training.re" in found.err
     assert found.err.startswith(f"{export}{said}") and found.err.count("\n") == 1 and not found.out
 
 

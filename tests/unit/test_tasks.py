@@ -16,7 +16,7 @@ from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM
 from deepstow.strategies.backends.deepspeed import ds_config
 from deepstow.trainer.config.conflicts import OWN_LOSS
 from deepstow.trainer.config.load import load_tree
-from deepstow.trainer.config.sections import LoraSection, RunConfig
+from deepstow.trainer.config.sections import LoraSection, QuantizationSection, RunConfig
 from deepstow.trainer.data import bounds, rows
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import check_batch
@@ -401,6 +401,16 @@ def test_smoothed_labels_are_planned_or_refused_with_the_config(task: str) -> No
     assert saved[1] > saved[0]
 
 
+def test_a_head_in_few_bits_is_refused_where_the_loss_reads_it() -> None:
+    bits = QuantizationSection(load_in_4bit=True, llm_int8_skip_modules=["q_proj"])
+    head = {"lora": LoraSection(r=2, target_modules=["v_proj"]), "quantization_config": bits}
+    with pytest.raises(ConfigError, match=r"llm_int8_skip_modules = \[\"q_proj\"\]: TRL multiplies with the head's"):
+        from_config.plan_of(config_of("dpo", head=head), Ranks(), probe())
+    named = bits.model_copy(update={"llm_int8_skip_modules": ["q_proj", "lm_head"]})
+    plan = from_config.plan_of(config_of("dpo", head=head | {"quantization_config": named}), Ranks(), probe())
+    assert plan.facts.run.trained_bytes == 2, "TRL rounds adapters to bfloat16"
+
+
 def test_other_commands_are_for_language_models() -> None:
     config, machine = config_of("dpo", {"offload": {}}), probe()
     for call in (
@@ -471,10 +481,12 @@ def test_what_is_not_read_and_what_teaches_nothing_is_said(words: Any, tmp_path:
     given = [{"prompt": "a", "chosen": "b", "rejected": each, "id": 1} for each in ("c", "b", "b")]
     made("dpo", given, words, tmp_path, say=said.append)
     path = tmp_path / "rows.jsonl"
-    assert said[:2] == [
-        f"data: {path}: columns that are not read: id",
-        f"data: chosen and rejected are the same in 2 rows, the first at {path}:2: no preference",
-    ]
+    same = f"data: chosen and rejected are the same in 2 of 3 rows, the first at {path}:2: no preference"
+    assert said[:2] == [f"data: {path}: columns that are not read: id", f"WARNING: {same}"]
+    with pytest.raises(DataError, match=r"the same in 2 of 2 rows, the first at .*: there is nothing to prefer"):
+        made("dpo", given[1:], words, tmp_path)
+    with pytest.raises(DataError, match="later rows are of another form than the first 256"):
+        made("dpo", [GOOD["dpo"]] * 256 + [{name: turns("a", "b")[1:] for name in GOOD["dpo"]}], words, tmp_path)
 
 
 def test_no_full_batch() -> None:

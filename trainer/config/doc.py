@@ -151,15 +151,15 @@ def _compatibility() -> str:
             refused = any(rule.applies(value_of) for rule in known)
             cells.append("" if name == whole[label][0] else "-" if refused else "+")
         table.append((f"`{label}`", *cells, *[""] * (len(names) - 1 - row)))
-    refused, keys = dict[tuple[str, str, str], list[str]](), dict[tuple[str, str], list[str]]()
+    strategies, keys = dict[tuple[str, str, str], list[str]](), dict[tuple[str, str], list[str]]()
     for rule in known:
         beside = _terms(rule.beside, " and ")
         if rule.key.startswith("strategies."):
             unless = f"unless there is {_terms(rule.unless, ' or ')}" if rule.unless else ""
-            refused.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
+            strategies.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
         else:
             keys.setdefault((beside, rule.why), []).append(_term(rule.key))
-    pairs = ((one, f"{'; '.join(many)} {unless}".strip(), why) for (one, unless, why), many in refused.items())
+    pairs = ((one, f"{'; '.join(many)} {unless}".strip(), why) for (one, unless, why), many in strategies.items())
     outside = ((one, ", ".join(many), why) for (one, why), many in keys.items())
     parts = (
         _table(("", *(f"`{label}`" for label in names[:-1])), table),

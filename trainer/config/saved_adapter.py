@@ -63,6 +63,10 @@ def _read(folder: Path) -> dict[str, Any] | str:
     if not folder.is_dir():
         if folder.exists():
             return "is a file; name the folder that it is in"
+        if str(folder) in ("lora", "qlora"):  # Axolotl's
+            return (
+                "is for a saved adapter; a new one is model.lora: {}, on a base in few bits model.quantization_config"
+            )
         hint = (
             nearest_file(folder) or "; one on the hub has to be downloaded first (hf download NAME --local-dir FOLDER)"
         )

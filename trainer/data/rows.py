@@ -37,9 +37,9 @@ from deepstow.trainer.data.prepare import (
     strings_in,
     tokenizer_content,
 )
-from deepstow.trainer.data.report import PATIENCE, Say, by_cause
+from deepstow.trainer.data.report import MANY, PATIENCE, Say, by_cause
 from deepstow.trainer.data.sources import Row, Source
-from deepstow.trainer.errors import DataError, kind, nearest
+from deepstow.trainer.errors import DataError, first_line, kind, nearest, warning
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -136,6 +136,7 @@ def _made(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
     columns, bad, same, num_after_bad = columns_of(task, data, source), list[str](), list[str](), 0
+    number = 0
     for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
         found = [(row.place, _fields(task, columns, row)) for row in batch]
         bad += [f"{place}: {values}" for place, values in found if isinstance(values, str)]
@@ -154,6 +155,7 @@ def _made(
                 for messages in said.values() or [[]]:
                     template.try_out([*prompt, *messages])
         pairs = zip(good, made, strict=True)
+        number += len(made)
         same += [place for place, values in good if "chosen" in values and values["chosen"] == values["rejected"]]
         bad += [f"{place}: {line}" for (place, _), line in pairs if isinstance(line, str)]
         if not bad:
@@ -167,7 +169,11 @@ def _made(
         cure = task.cure(fields, model)
         raise DataError([f"{source.name}: {cure}"] if cure else by_cause(bad))
     if same:
-        say(f"data: chosen and rejected are the same in {len(same):,} rows, the first at {same[0]}: no preference")
+        what = f"chosen and rejected are the same in {len(same):,} of {number:,} rows, the first at {same[0]}"
+        if len(same) == number:
+            raise DataError(f"{source.name}: {what}: there is nothing to prefer; are the two columns the right ones?")
+        line = f"data: {what}: no preference"
+        say(warning(line) if len(same) * MANY > number else line)
 
 
 def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] | str:
@@ -219,7 +225,11 @@ def _save(path: Path, rows: Iterable[Any]) -> None:
     with pa.ipc.new_stream(str(path), first.schema) as writer:
         writer.write_table(first)
         for batch in batches:
-            writer.write_table(pa.Table.from_pylist(batch, schema=first.schema))
+            try:
+                writer.write_table(pa.Table.from_pylist(batch, schema=first.schema))
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                what = f"later rows are of another form than the first {BATCH} ({first_line(error)})"
+                raise DataError(f"data.path: {what}; write all as text, or all as messages") from None
 
 
 def _open(home: Path, used: Path, side: str) -> Dataset | None:

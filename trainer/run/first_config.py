@@ -26,6 +26,7 @@ from deepstow.trainer.model import build, folder, hub
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning.fit import FOUR_BITS, Fit, fastest
 from deepstow.trainer.planning.positions import declared
+from deepstow.trainer.run.finished import NAME
 from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def first_config(asked: Asked, command: str, say: Callable[[str], None]) -> Firs
     with _named(asked.model):
         if not (away := _is_away(asked.model)):
             folder.refuse(asked.model)
+            if not (Path(asked.model) / folder.CONFIG).exists() and (export := Path(asked.model) / NAME).is_dir():
+                raise ConfigError(f"--model {asked.model}: is the folder of a run; name its export, {export}")
         tree = _tree(asked)
         _look_at(tree)
         if away:
@@ -124,8 +127,9 @@ def first_config(asked: Asked, command: str, say: Callable[[str], None]) -> Firs
             tree["data"]["max_length"] = min(tree["data"]["max_length"], positions)
         say(f"fitting {asked.name} of {asked.model} to {asked.machine.name}")
         row = _fitted(tree, asked.machine, STARTS[asked.name].least)
-    said = f"{asked.name} of {asked.model} on {asked.machine.name}: {_of(row)}"
-    return First(_text(tree, command, [f"On {asked.machine.name} it {_of(row)}."]), said, row.fits)
+    answer = _of(row, accelerated=asked.machine.device_kind != "cpu")
+    said = f"{asked.name} of {asked.model} on {asked.machine.name}: {answer}"
+    return First(_text(tree, command, [f"On {asked.machine.name} it {answer}."]), said, row.fits)
 
 
 @contextmanager
@@ -233,11 +237,12 @@ def _fitted(tree: Tree, machine: Machine, least: int) -> FitRow:
     return row
 
 
-def _of(row: FitRow) -> str:
+def _of(row: FitRow, *, accelerated: bool) -> str:
     """What the planner says of a way of training."""
     if not row.fits:
         return f"does not fit: {row.refused or row.lacks}"
-    takes = ", ".join(f"{human(row.needed[tier])} of the {tier.value}" for tier in Tier if row.needed.get(tier))
+    parts = [f"{human(row.needed[tier])} of the {tier.value}" for tier in Tier if row.needed.get(tier)]
+    takes = ", ".join(parts) if accelerated else f"{human(sum(row.needed.values()))} of memory"
     return f"fits: {takes}" + ("" if row.seconds is None else f", {row.seconds:.2g} s per step (simulated)")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.data import bounds
+from deepstow.trainer.distributed.exit_file import NAME as EXIT
 from deepstow.trainer.distributed.exit_file import code_in
-from deepstow.trainer.errors import MEANINGS, ConfigError, UserError, first_line, let_go, nearest_file, printable_lines
+from deepstow.trainer.errors import MEANINGS, ConfigError, UserError, first_line, let_go, printable_lines
 from deepstow.trainer.machine.probe import host_memory
 from deepstow.trainer.model import folder as files
 from deepstow.trainer.model import hub
@@ -59,8 +61,6 @@ class Place(NamedTuple):
 
 def place_of(path: Path) -> Place:
     """What can be talked to in ``path``: a run, its export, or any saved model. Raise ConfigError if nothing can."""
-    if not path.exists():
-        raise ConfigError(f"{path}: there is no such folder{nearest_file(path)}")
     if not path.is_dir():
         raise ConfigError(f"{path}: is a file; name the folder of a run, or of its export")
     if (path / files.CONFIG).exists():
@@ -78,9 +78,15 @@ def place_of(path: Path) -> Place:
 
 def _unfinished(run: Path) -> str:
     """Why a run has no export, and how it gets one."""
-    code = code_in(run)
-    ended = "it has not ended, or was killed" if code is None else MEANINGS.get(code, f"it ended with exit code {code}")
-    how = f"deepstow train --config {run / OF_RUNS[0]} training.resume_from_checkpoint=auto goes on with it"
+    code, ranks = code_in(run), 1
+    if code is None:
+        ended = "it has not ended, or was killed"
+    else:
+        ended = MEANINGS.get(code, f"it ended with exit code {code}")
+        ranks = json.loads((run / EXIT).read_bytes()).get("ranks")
+    several = f" --ranks {ranks}" if isinstance(ranks, int) and ranks > 1 else ""
+    command = f"deepstow train{several} --config {run / OF_RUNS[0]}"
+    how = f"{command} training.resume_from_checkpoint=auto goes on with it"
     return f"the run has no export, which it makes at its end: {ended}; {how}"
 
 
@@ -248,7 +254,9 @@ def opened(place: Place, device: torch.device) -> tuple[Any, PreTrainedTokenizer
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)  # libraries speak of themselves while they are imported
     try:
-        return _opened(place, tokens, device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _opened(place, tokens, device)
     finally:
         logging.disable(logging.NOTSET)
 

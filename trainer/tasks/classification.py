@@ -67,7 +67,7 @@ class Classification(Task):
         """The line for the config, where the model has no names of labels yet."""
         if problem_of(model) == NUMBERS or not all(map(UNNAMED.fullmatch, map(str, model.label2id or ()))):
             return ""
-        found = set[str | int]()
+        found = set[Any]()
         for row in rows:
             label = row.get("label")
             found |= {each for each in (label if isinstance(label, list) else [label]) if type(each) in (str, int)}

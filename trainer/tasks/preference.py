@@ -4,9 +4,14 @@ TRL tokenises the rows, adds the adapters of ``model.lora`` and computes the los
 what it was before training, the reference. With adapters that is the same weights without them. Otherwise TRL asks the
 model once for what it says about every row, before the first step (``precompute_ref_log_probs``), so no second model is
 ever in memory. The forward of the reference keeps nothing for backward; its seconds are not in the simulated step.
+With ``model.adapter`` the reference is that adapter, of which TRL keeps a frozen copy.
+
+On a base in 4 or 8 bits TRL rounds adapters to bfloat16, except for ORPO; so are the plan's. Plain training has TRL's
+bits. The memory engine has a float32 master of whatever is in bfloat16: its bits are those of TRL with such masters.
 
 Refused: a second model as reference, which no plan has a place for; DeepSpeed's engine where the reference is asked
-before training, since it does not exist then. ORPO is in TRL's ``experimental`` folder; a release may move it.
+before training, since it does not exist then; a head in few bits, whose weight DPO and KTO read. ORPO is in TRL's
+``experimental`` folder; a release may move it.
 """
 
 from __future__ import annotations
@@ -98,10 +103,17 @@ class Preference(Task):
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
+        from deepstow.strategies.engine.tensors.quantised import is_quantised
+
         if config.training.disable_dropout is not False:
             disable_dropout_in_model(model)
         if not self.fused:
             return super().forward(model, config)
+        head = model.get_output_embeddings()
+        if head is not None and is_quantised(head.weight):
+            what = "TRL multiplies with the head's weight itself, which has to stay whole; name the head (lm_head), too"
+            key, section = "model.quantization_config.llm_int8_skip_modules", config.model.quantization_config
+            raise config.error(key, section and section.llm_int8_skip_modules, what)
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         add_fused_lm_head(model.get_base_model() if config.model.lora else model, outputs=outputs)
 
@@ -164,11 +176,10 @@ class Orpo(Preference):
         if section is None or config.model.adapter is not None:
             return adapt(model)
         from peft import prepare_model_for_kbit_training
-        from trl.experimental.utils import peft_module_casting_to_bf16
 
         made = adapt(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
         if config.training.bf16 and section.load_in_4bit:
-            peft_module_casting_to_bf16(made)
+            loaded("trl.experimental.utils.peft_module_casting_to_bf16")(made)
         return made
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:

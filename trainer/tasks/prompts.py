@@ -52,7 +52,7 @@ def carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) -
 
 def _shared(row: Mapping[str, Any]) -> dict[str, Any] | str:
     """The row with the beginning that its answers share as the prompt."""
-    from trl import extract_prompt
+    from trl.data_utils import extract_prompt
 
     chosen, rejected = row["chosen"], row["rejected"]
     if not (chosen and rejected) or chosen[0] != rejected[0]:
