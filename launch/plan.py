@@ -161,7 +161,7 @@ def show(arguments: argparse.Namespace) -> None:
     if evaluation.asked(config):
         line = evaluation.rows(config, plan).line
         before += [line] if line else []
-    edits = advice(config, plan)
+    edits, lacks = advice(config, plan), ""
     if arguments.full:
         write_line(full_report.text(plan, cost, edits, plans, before))
     else:
@@ -169,8 +169,7 @@ def show(arguments: argparse.Namespace) -> None:
             config, plans, edits, before, more="deepstow plan --full, --explain model.layers.0, --plot FILE.png"
         )
         write_line("\n".join(found.lines))
-        if found.lacks:
-            say(warning(found.lacks))
+        lacks = found.lacks
     for line in beyond(config, plan.facts.run.positions):
         say(line)
     if asked is not None:
@@ -191,6 +190,8 @@ def show(arguments: argparse.Namespace) -> None:
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
+    if lacks:
+        say(warning(lacks))
 
 
 def asked_of(arguments: argparse.Namespace) -> Asked | None:

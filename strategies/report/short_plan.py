@@ -218,6 +218,8 @@ def _stowed(plan: Plan, layout: Layout) -> Iterator[str]:
     parts = [f"{human(size)} of {what}" for what, size in held.items() if size]
     where = "host and disk hold" if disk_bytes(layout) else "the host holds"
     yield f"{where} {_and(*parts)}" if parts else "all stays on the device"
+    if (ranks := max(bucket.shards for bucket in layout.buckets)) > 1:
+        yield f"each of {ranks} ranks holds its part of the state"
     sizes = Counter[Site]()
     for bucket in layout.buckets:
         sizes[bucket.site] += bucket.num_elements

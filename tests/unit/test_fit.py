@@ -15,14 +15,14 @@ from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.on_disk import disk_bytes
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner import placement_search
-from deepstow.trainer.config.load import build, load
+from deepstow.trainer.config.load import build, load, load_tree
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, TooLargeError, report
 from deepstow.trainer.machine.probe import Machine
 from deepstow.trainer.machine.profiles import profile
 from deepstow.trainer.planning import fit
 from deepstow.trainer.planning.facts import ENGINE_HOST_BYTES
-from deepstow.trainer.planning.fit import Fit, FitRow, chosen, config_of, explained, lines, unwritten
+from deepstow.trainer.planning.fit import Fit, FitRow, changes, chosen, config_of, explained, lines, unwritten
 from deepstow.trainer.planning.from_config import plan_of
 from tests.helpers.tiny import run_config
 
@@ -292,6 +292,23 @@ def test_what_the_config_has_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     whole, adapters = (next(row for row in rows if row.kind == kind) for kind in ("full", "LoRA"))
     assert whole.write == ("model.dtype=float32", "model.lora=null", "training.gradient_checkpointing=false")
     assert adapters.write == ("training.gradient_checkpointing=false",)
+
+
+def test_changes_are_those_of_a_command_line() -> None:
+    """Key by key; of a strategy that stays on only what is set otherwise, and none that is as by default."""
+    before = {"offload": {"gpu_memory": "20GiB", "site": "host"}, "zero": {"stage": 1}}
+    config = run_config(SIZES, strategies=before, data={"path": "mine.jsonl"})
+    tree = config.tree()
+    tree |= {"strategies": {"recompute": {"policy": "auto"}, "offload": {"moments": "int8"}}}
+    found = changes(config.tree(), tree)
+    assert sorted(found) == [
+        "strategies.offload.gpu_memory=null",
+        "strategies.offload.moments=int8",
+        "strategies.offload.site=null",
+        "strategies.recompute={policy: auto}",
+        "strategies.zero=null",
+    ]
+    assert load_tree(config.tree(), found).tree() == build(tree).tree()
 
 
 def test_a_config_in_stages_is_compared_with_whole_copies() -> None:

@@ -100,6 +100,9 @@ def test_without_an_accelerator_both_memories_are_one() -> None:
 def test_what_ranks_share_and_what_is_idle() -> None:
     two = compose({"zero": find("zero").model_validate({"stage": 2})}, facts(world_size=2))
     assert short_plan.effects(two) == {"zero": "each of 2 ranks holds its part of gradients and optimizer state"}
+    given = {"zero": {"stage": 2}, "offload": {"site": "host", "host_memory": "1TiB"}}
+    both = {name: find(name).model_validate(options) for name, options in given.items()}
+    assert "; each of 2 ranks holds its part" in short_plan.effects(compose(both, known(FAST, world_size=2)))["offload"]
     idle = replace(two, idle={"linear": "leaves it", "cross_entropy": "small"})
     assert short_plan.effects(idle, ["linear"])["linear"] == "nothing to do: leaves it"
     assert "cross_entropy" not in short_plan.effects(idle, ["linear"]), "nobody asked for it"

@@ -415,8 +415,12 @@ def _alike(row: FitRow, other: FitRow) -> bool:
 
 def changes(written: Tree, tree: Tree) -> tuple[str, ...]:
     """What has to change in a config, as on the command line: ``model.dtype=bfloat16``, ``strategies.zero=null``."""
-    sections = ("model", "training", "strategies")
-    return tuple(each for name in sections for each in _changed((name,), written[name], tree[name]))
+    found = [each for name in ("model", "training") for each in _changed((name,), written[name], tree[name])]
+    old, new = (
+        {name: _without_defaults(name, options) for name, options in each["strategies"].items()}
+        for each in (written, tree)
+    )
+    return *found, *_changed(("strategies",), old, new)
 
 
 def _changed(key: Key, old: Tree, new: Tree) -> Iterator[str]:

@@ -216,7 +216,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     def _say(self, when: str, rows: list[Comparison]) -> None:
         """Print the most important of ``rows``, and write all into ``plan.txt`` and ``plan.json`` after those there."""
         self._rows += rows
-        printed = [_row(PRINTED[each.owner], each.words) for each in rows if each.owner in PRINTED]
+        some = (each for each in rows if each.owner in PRINTED and (each.predicted or each.measured))
+        printed = [_row(PRINTED[each.owner], each.words) for each in some]
         write_line("\n".join([f"measured {when}:", *printed]))
         measured = [{**asdict(each), "error": each.error} for each in self._rows]
         with suppress(OSError):  # of a full disk; it has been printed
