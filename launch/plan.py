@@ -7,7 +7,6 @@ what would. ``--fit`` prints that table for any model and machine; its exit code
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -270,5 +269,5 @@ def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> No
 
 
 if __name__ == "__main__":
-    gc.set_threshold(1_000_000)  # imports and planning make many small objects; to look for cycles often takes a tenth
+    cli.seldom_collect()
     sys.exit(main())
