@@ -39,7 +39,7 @@ from deepstow.strategies.planner.weight_schedule import WINDOW, Alone, DoesNotFi
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED, LEAST_TRIED = 60, 12  # its plans, of few buckets and of many
-FEW = 64  # buckets: so little takes so little time that every kind gets a climb, and mixes of all ends
+FEW = 96  # buckets: so little takes so little time that every kind gets a climb, and mixes of all ends
 DRAWN = 8  # moves, of which the best by the estimate may be simulated
 ROUNDS = 10  # draws for each plan of a climb, at most
 SLOWER = 1.03  # times what is known: what is estimated to take longer is not simulated
