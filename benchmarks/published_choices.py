@@ -104,11 +104,12 @@ def rank_facts(gpt: Gpt, machine: MachineFacts, b: int, t: int, pieces: int = 1)
 
 
 def setting(gpt: Gpt, ranks: int) -> tuple[MachineFacts, Cluster]:
-    """The cards of the paper."""
+    """The cards of the paper, and a network of which compute hides nothing."""
     card = profile("h100-sxm-pcie5" if gpt.year == 2024 else "a100-80g-sxm")
     assert card.rates is not None
     machine = MachineFacts(card.name, card.device_total_bytes, card.host_available_bytes // 8, 1 << 30, card.rates)
-    return machine, cluster_of(card.rates, Ranks(world_size=ranks, local_world_size=8), None)
+    on = cluster_of(card.rates, Ranks(world_size=ranks, local_world_size=8), None)
+    return machine, replace(on, hidden=0.0)  # as those engines exchanged
 
 
 def simulated(facts: Facts, cluster: Cluster, degrees: Degrees) -> tuple[str, str]:

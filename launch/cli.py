@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import logging
 import sys
@@ -106,12 +107,18 @@ def refuse_paths(**paths: Path | None) -> None:
             raise ConfigError(f"--{option} {path}: {strerror(ENOENT)}")
 
 
+def seldom_collect() -> None:
+    """Hardly look for cycles, and not at the end: imports and planning make many small objects that stay."""
+    gc.set_threshold(1_000_000)
+    atexit.register(gc.freeze)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names. Returns its exit code."""
     first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if first in COMMANDS:
         if first in ("plan", "fit", "search"):
-            gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
+            seldom_collect()
         code: int = import_module(f"deepstow.launch.{FILES.get(first, first)}").main(rest)
         return code
     if first in ("-h", "--help"):

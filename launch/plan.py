@@ -7,7 +7,6 @@ it and why. If the training state does not fit, the exit code is 2, and a table 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shlex
 import sys
@@ -271,5 +270,5 @@ def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> No
 
 
 if __name__ == "__main__":
-    gc.set_threshold(1_000_000)  # imports and planning make many small objects; to look for cycles often takes a tenth
+    cli.seldom_collect()
     sys.exit(main())

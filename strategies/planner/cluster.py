@@ -10,7 +10,7 @@ goes along trees. With ``here`` of n ranks on a machine, S bytes take, at rates 
     sum                 2 log2 n latency + 2 (n - 1)/n S / the same
 
 Of networks across machines the latency per hop is 17 us, from 4.2 to 33, and compute hides nothing of what ZeRO 2 and 3
-exchange at every micro-batch, or at best all of it: docs/parallelism.md says from which publications.
+exchange at every micro-batch, or all of it, or a part between: docs/parallelism.md says from which publications.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Wire:
 class Cluster:
     """``ranks``, of which ``per_machine`` share a machine. Machines are full; ``across``: None if there is one.
 
-    ``hides``: compute hides what is exchanged across machines at every micro-batch.
+    ``hidden``: the part that compute hides of what is exchanged across machines at every micro-batch.
     """
 
     ranks: int
     per_machine: int
     inside: Wire
     across: Wire | None = None
-    hides: bool = False
+    hidden: float = 0.0
 
     def either_way(self) -> tuple[Cluster, ...]:
         """The same at the hopeful and at the careful end of what is known; empty if nothing goes across machines."""
         if self.across is None or self.ranks <= self.per_machine:
             return ()
         wires = [replace(self.across, latency_s=share * self.across.latency_s) for share in (HOPEFUL, CAREFUL)]
-        return replace(self, across=wires[0], hides=True), replace(self, across=wires[1])
+        return replace(self, across=wires[0], hidden=1.0), replace(self, across=wires[1], hidden=0.0)
 
-    def exposes(self, size: int, stride: int) -> bool:
-        """Whether compute waits for what such a group exchanges at every micro-batch."""
-        return not self.hides and self._machines(size, stride)[1] > 1
+    def exposed(self, size: int, stride: int) -> float:
+        """For which part compute waits of what such a group exchanges at every micro-batch."""
+        return (1.0 - self.hidden) * (self._machines(size, stride)[1] > 1)
 
     def gather_seconds(self, num_bytes: float, size: int, stride: int = 1, messages: int = 1) -> float:
         """Gather ``num_bytes`` that ``size`` ranks have in equal parts, or reduce and scatter as many."""

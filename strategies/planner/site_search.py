@@ -2,14 +2,13 @@
 
 It starts at mixes: a share of the blocks' bytes stays on the device, evenly spread, a share of the rest is streamed,
 and embedding and head are anywhere. The best by an estimate (``estimate.py``) are worked out: they get their weights'
-schedule (``weight_schedule.py``) and are simulated. Then the shares of the best are changed. A climb goes on from
-there: a run of neighbouring buckets gets another place, or two runs do, or they exchange theirs. A third of the moves
-is of whole blocks, and a third of embedding and head. Of a few moves the best by the estimate is simulated. The
-estimate promises too much, but about as much for neighbours: what it finds slower than the placement that is changed
-is left out.
+schedule (``weight_schedule.py``) and are simulated. Then the shares of the best are changed. In other kinds of buckets
+this begins at the best mix of the first kind. In the kind that is fastest by then a climb goes on: a run of
+neighbouring buckets gets another place, or two runs do, or they exchange theirs. A third of the moves is of whole
+blocks, and a third of embedding and head. Of a few moves the best by the estimate is simulated. The estimate promises
+too much, but about as much for neighbours: what it finds slower than the placement that is changed is left out.
 
-All of this is done without streaming embedding and head, and then again, from the best plan, with it: so that choice
-never gives a slower plan.
+Last of all embedding and head may be streamed, in mixes and by themselves: so that choice never gives a slower plan.
 
 What a search tries is counted in buckets, so that large models do not take much longer than small ones. Moves are drawn
 from the same random numbers in every search: the same budget has the same plan.
@@ -17,7 +16,7 @@ from the same random numbers in every search: the same budget has the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, product
@@ -39,15 +38,16 @@ from deepstow.strategies.planner.step_cost import evictions_of, problem_of, seco
 from deepstow.strategies.planner.weight_schedule import WINDOW, Alone, DoesNotFit, alone, fitted, only_while_used
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
-MOST_TRIED = 60  # its plans, of few buckets
-DRAWN = 4  # moves, of which the best by the estimate may be simulated
+MOST_TRIED, LEAST_TRIED = 60, 12  # its plans, of few buckets and of many
+FEW = 96  # buckets: so little takes so little time that every kind gets a climb, and mixes of all ends
+DRAWN = 8  # moves, of which the best by the estimate may be simulated
 ROUNDS = 10  # draws for each plan of a climb, at most
 SLOWER = 1.03  # times what is known: what is estimated to take longer is not simulated
 WORTH = 1e-3  # a relative gain for which a climb goes on as long again
 STARTS = 3  # mixes that are simulated, the best by the estimate, for each place of embedding and head
 QUICK = 3  # for a comparison
 PARTS = 64  # that a mix counts its shares in
-# Where embedding, and then the head and all others are that are of no block.
+# Where embedding, and then the head and all others are that are of no block; the first four stream nothing.
 STAYING_ENDS = tuple(product((Site.HOST, Site.DEVICE), repeat=2))
 ENDS = tuple(dict.fromkeys((*STAYING_ENDS, *product((Site.HOST, Site.DEVICE, Site.STREAMED), repeat=2))))
 STAYING, VISITING = range(len(STAYING_ENDS)), range(len(STAYING_ENDS), len(ENDS))
@@ -177,18 +177,20 @@ class SiteSearch:
 
 
 def fastest(searches: Sequence[SiteSearch], device_room: int) -> Timed | None:
-    """The fastest layout that is found, of several kinds of buckets; each search starts at the plan of the first."""
-    walks, plans = [_Walk(search, device_room) for search in searches], list[Timed | None]()
-    for walk in walks:
-        if walks[0].best is not None:
-            walk.consider(walk.places.like(walks[0].places, walks[0].best))
-        walk.mix(STAYING)
+    """The fastest layout that is found, of several kinds of buckets; each search starts at the mix of the first."""
+    first, *others = walks = [_Walk(search, device_room) for search in searches]
+    few = all(len(walk.places.buckets) <= FEW for walk in walks)
+    first.mix()
+    for walk in others:
+        if first.best is not None:
+            walk.consider(walk.places.like(first.places, first.best))
+        walk.mix(first.mixed)
+        walk.move_ends(walk.places.without_visiting_ends)
+    for walk in walks if few else [min(walks, key=lambda walk: walk.seconds)]:
         walk.climb(walk.places.without_visiting_ends)
-        plans.append(walk.plan())
     best = min(walks, key=lambda walk: walk.seconds)
-    if best.places.choices != best.places.without_visiting_ends:
-        best.mix(VISITING)
-        best.climb(best.places.choices)
+    plans = [best.plan()]
+    if best.stream_ends():
         plans.append(best.plan())
     return min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
 
@@ -202,12 +204,13 @@ class _Walk:
         self._estimate: Measure = lambda placement: search.estimated(placement, device_room)
         self._simulate: Measure = lambda placement: search.simulated(placement, device_room)
         self._estimate_of_mix = cache(lambda mix: self._estimate(search.mixed(mix)))
-        self._most = int(min(MOST_TRIED, EFFORT / len(search.places.buckets)))
+        self._most = max(LEAST_TRIED, int(min(MOST_TRIED, EFFORT / len(search.places.buckets))))
         self._random = Random(0)
         self._times: dict[Placement, float] = {}
         self._room = device_room
         self.seconds = inf
         self.best: Placement | None = None
+        self.mixed: Mix | None = None  # the best of them
         ladder = search.places.ladder()
         as_it_is = (one for one in ladder if search.places.sizes(one).device <= device_room)
         self.consider(next(as_it_is, ladder[-1]))
@@ -225,26 +228,72 @@ class _Walk:
                 self.seconds = seconds
         return self._times[placement]
 
-    def mix(self, ends: Sequence[int]) -> None:
-        """Consider the mixes that are best by the estimate, and those near them: so many as a climb tries."""
-        most = len(self._times) + self._most
+    def mix(self, near: Mix | None = None) -> None:
+        """Consider the mixes that are best by the estimate, and ``near``, and those near them: so many as a climb
+        tries.
+        """
+        most, of_ends = len(self._times) + self._most, list[list[Mix]]()
+        for end in STAYING:
+            seeds = [Mix(0, *rest, end) for rest in product(range(0, PARTS + 1, PARTS // 4), (0, PARTS))]
+            if near is not None and near.ends != end:
+                seeds = [near._replace(stays=0, ends=end)]
+            of_ends.append(self._fitting(seeds))
+        of_ends.sort(key=lambda starts: self._estimate_of_mix(starts[0]))
+        if near is not None:
+            of_ends.sort(key=lambda starts: starts[0].ends != near.ends)
+            of_ends[0].append(near)
+        for starts in of_ends:
+            self._descend(starts, most)
+
+    def _fitting(self, seeds: Iterable[Mix]) -> list[Mix]:
+        """The best by the estimate, where as much stays as is best."""
+        fits = {_descended(seed, self._estimate_of_mix, PARTS // 4, ["stays"]): None for seed in seeds}
+        return sorted(fits, key=self._estimate_of_mix)[:STARTS]
+
+    def _descend(self, starts: Sequence[Mix], most: int, *, from_best: bool = False) -> None:
+        """Simulate ``starts``, and mixes near the fastest of them, until so many placements have been simulated.
+
+        Args:
+            from_best: none is near enough unless it is the best placement so far.
+        """
+        before = self.seconds
 
         def seconds(mix: Mix) -> float:
             """Infinite if the estimate finds it slower than the best so far."""
             placement = self.search.mixed(mix)
             if len(self._times) < most and self._estimate_of_mix(mix) <= SLOWER * self.seconds:
                 self.consider(placement)
-            return self._times.get(placement, inf)
+            found = self._times.get(placement, inf)
+            if self.mixed is None or found < self._times.get(self.search.mixed(self.mixed), inf):
+                self.mixed = mix
+            return found
 
-        of_ends = list[list[Mix]]()
-        for end in ends:
-            seeds = (Mix(0, *rest, end) for rest in product(range(0, PARTS + 1, PARTS // 4), (0, PARTS)))
-            fits = {_descended(seed, self._estimate_of_mix, PARTS // 4, ["stays"]): None for seed in seeds}
-            of_ends.append(sorted(fits, key=self._estimate_of_mix)[:STARTS])
-        for starts in sorted(of_ends, key=lambda starts: self._estimate_of_mix(starts[0])):
-            best = min(starts, key=seconds)
-            if seconds(best) < inf:
-                _descended(best, seconds, PARTS // 8, ["stays", "streamed"])
+        best = min(starts, key=seconds)
+        if seconds(best) < (before if from_best else inf):
+            _descended(best, seconds, PARTS // 8, ["stays", "streamed"])
+
+    def stream_ends(self) -> bool:
+        """Stream embedding and head, or one of them, where that is faster: it is where the CPU is slow."""
+        choices, before = self.places.choices, self.seconds
+        if choices == self.places.without_visiting_ends:
+            return False
+        if self.mixed is not None:
+            starts = self._fitting(self.mixed._replace(stays=0, ends=end) for end in VISITING)
+            self._descend(starts, len(self._times) + self._most, from_best=True)
+        self.move_ends(choices)
+        if self.seconds < before * (1 - WORTH):
+            self.climb(choices)
+        return self.seconds < before
+
+    def move_ends(self, choices: Sequence[Sequence[Place]]) -> None:
+        """Try each other place of embedding and head."""
+        for index, some in enumerate(choices):
+            for at in some if index not in self.places.of_blocks else ():
+                if self.best is None:
+                    return
+                moved = (*self.best[:index], at, *self.best[index + 1 :])
+                if self._estimate(moved) <= SLOWER * self._estimate(self.best):
+                    self.consider(moved)
 
     def climb(self, choices: Sequence[Sequence[Place]]) -> None:
         """Try moves from the best placement until so many in a row gain nothing."""

@@ -424,7 +424,7 @@ def test_what_compute_does_not_hide_across_machines() -> None:
     assert seconds(several) == pytest.approx(alone + exchanged)
     hopeful, careful = several.either_way()
     assert seconds(hopeful) < seconds(several) < seconds(careful)
-    assert seconds(replace(several, hides=True)) == pytest.approx(seconds(Cluster(8, 8, Wire(4e9))), rel=1e-3)
+    assert seconds(replace(several, hidden=1.0)) == pytest.approx(seconds(Cluster(8, 8, Wire(4e9))), rel=1e-3)
     assert Cluster(8, 8, Wire(4e9), Wire(1.0)).either_way() == ()
 
 

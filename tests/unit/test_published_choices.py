@@ -2,9 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+
 from deepstow.benchmarks import published_choices as published
-from deepstow.strategies.planner.hybrid.degrees import Size
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Size
 from deepstow.strategies.planner.hybrid.search import hybrid
+from deepstow.strategies.planner.hybrid.step_seconds import Pricing
+from deepstow.strategies.planner.step_cost import NEAR
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.planning.hybrid import Shares, cluster_of
+from tests.helpers.tiny import run_config
 
 PAGE = [
     [cell.strip() for cell in line.strip("| ").split("|")]
@@ -36,3 +44,34 @@ def test_zero_3_does_not_come_first_on_512_ranks() -> None:
     answer = hybrid(known, cluster, 512)
     assert answer.best[0].degrees.tensor > 1 and not answer.best[0].settled
     assert (answer.firsts[0].degrees.data, answer.firsts[0].degrees.zero) == (512, 3)
+
+
+SMALL = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+LARGE = {"model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
+LLAMA_8 = {**SMALL, "intermediate_size": 14_336, "num_key_value_heads": 8, "vocab_size": 128_256}
+LIKE_MPT = {**SMALL, "intermediate_size": 11_008, "vocab_size": 50_368}
+LLAMA_70 = {**LARGE, "intermediate_size": 28_672, "num_key_value_heads": 8, "vocab_size": 32_000}
+RUNS: tuple[tuple[dict[str, object], int, int, str, tuple[int, ...]], ...] = (
+    (LLAMA_8, 8, 8192, "selective", (5762, 6667)),
+    (LIKE_MPT, 8, 2048, "none", (10_643,)),
+    (LLAMA_70, 64, 2048, "full", (1039,)),
+)
+
+
+@pytest.mark.parametrize(("model", "ranks", "tokens", "recompute", "published"), RUNS)
+def test_published_speeds_are_near_what_the_search_says(
+    model: dict[str, object], ranks: int, tokens: int, recompute: str, published: tuple[int, ...]
+) -> None:
+    """Tokens per second of an H100: torchtitan's Llama-3 8B, eager and compiled, and MosaicML's 7 and 70 B."""
+    rows = 8192 // tokens
+    data = {"path": "random tokens", "max_length": tokens}
+    built = {**model, "max_position_embeddings": tokens}
+    config = run_config(built, data=data, bf16=True, per_device_train_batch_size=rows)
+    machine = profile("h100-sxm-pcie5")
+    on = Ranks(world_size=ranks, local_world_size=8)
+    shares = Shares(config, on, machine, lambda line: None)
+    assert machine.rates is not None
+    degrees = Degrees(data=ranks, zero=3, recompute=recompute, micro_batch=rows)
+    pricing = Pricing(shares.of(degrees), cluster_of(machine.rates, on, None), machine.rates, trained=True)
+    ours = rows * tokens / pricing.price(degrees).seconds
+    assert all(abs(theirs - ours) <= NEAR * ours for theirs in published), ours

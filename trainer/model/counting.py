@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from deepstow.strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
@@ -36,7 +35,7 @@ from deepstow.strategies.engine.forward.token_slices import PRODUCT
 from deepstow.strategies.engine.tensors.nested import tensors_in
 from deepstow.strategies.engine.tensors.quantised import is_quantised, num_weights
 from deepstow.trainer.model.params import EMBEDDING, HEAD, units_by_name
-from deepstow.trainer.model.stubs import stubs
+from deepstow.trainer.model.stubs import likes_of, stubs
 
 ALLOCATE = tuple(getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty"))
 
@@ -102,10 +101,6 @@ class BlockForward:
         return Choices(sum(self.inputs.values()), saved_bytes + not_saved, tuple(operators.values()), rest, stream)
 
 
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 
@@ -122,7 +117,7 @@ class Counter(TorchDispatchMode):
         computing: modules that computed with a parameter of theirs, and did not look rows up only; None: nothing ran.
         flops: floating-point operations of the whole forward.
         saved: bytes that each unit saves, where there are any.
-        outputs: what each block returned, without its graph.
+        outputs: what each block returned (``likes_of``).
         temporaries: by unit, and ``in_chunks``: the head with its loss by chunks; who counts them adds them.
     """
 
@@ -218,6 +213,9 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # more than half of all calls on fake tensors
+            self._look(filter(_is_dense, args), looks_up=True)
+            return out
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         if not all(map(_is_dense, (*inputs, *outputs))):
             self._sparse = True
@@ -225,8 +223,7 @@ class Counter(TorchDispatchMode):
         if not self._draws and torch.Tag.nondeterministic_seeded in func.tags:
             fused = any(argument.name == "dropout_p" for argument in func._schema.arguments)
             self._draws = not fused or draws(func, args, kwargs)
-        asks = func is torch.ops.prim.device.default  # more than half of all calls on fake tensors
-        self._look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
+        self._look(inputs, looks_up=func is torch.ops.aten.embedding.default)
         if func._schema.is_mutable:
             self.written |= {
                 self._names[storage]
@@ -234,10 +231,10 @@ class Counter(TorchDispatchMode):
                 if argument.is_write and isinstance(value, Tensor)
                 if (storage := value.untyped_storage()._cdata) in self._names
             }
-        formula = None if asks else self._flop_of.get(func.overloadpacket)
+        formula = self._flop_of.get(func.overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
         self.flops += flops
-        touched = NO_WORK if asks else touched_by(func, inputs, outputs)
+        touched = touched_by(func, inputs, outputs)
         if touched != NO_WORK and func.overloadpacket not in ALLOCATE:
             unit = self._running[-1] if self._running else self._outer_unit
             self._launches[unit] = self._launches.get(unit, 0) + 1
@@ -245,7 +242,7 @@ class Counter(TorchDispatchMode):
             block = self._running[-1]
             self._flops_in[block] = self._flops_in.get(block, 0) + flops
             forward = self._forwards[block]
-            name = None if asks or block in self._compiled else forward.names.of(func, args, kwargs)
+            name = None if block in self._compiled else forward.names.of(func, args, kwargs)
             work = touched if formula is None else Work(flops=flops)
             kept = outputs if name is not None else []
             forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))
@@ -281,7 +278,7 @@ class Counter(TorchDispatchMode):
 
     def _leave(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         self._running.pop()
-        self.outputs[name] = tree_map_only(Tensor, _without_graph, output)
+        self.outputs[name] = likes_of(output)
 
     def _new(self, values: Any) -> dict[int, int]:
         """Bytes by storage of the tensors that no earlier block was given."""

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable, Collection, Container, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -189,9 +189,23 @@ class _Stub(torch.autograd.Function):
         return back, None, None, None
 
 
+class Like(NamedTuple):
+    """What is known of a tensor that a block returned, and enough to return another one like it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def likes_of(output: Any) -> Any:
+    """``output`` of a block with a ``Like`` in place of each tensor."""
+    return tree_map_only(Tensor, lambda each: Like(each.shape, each.dtype, each.device, each.requires_grad), output)
+
+
 @contextmanager
 def stubs(model: nn.Module, names: Collection[str], output_like: Callable[[str], Any]) -> Iterator[None]:
-    """Inside, these blocks do not run; each returns something like what ``output_like`` says of its name."""
+    """Inside, these blocks do not run; each returns what ``output_like`` says of its name (``likes_of``)."""
     replaced: list[tuple[Any, Any]] = []
     try:
         for name in names:
@@ -213,10 +227,10 @@ def _stub(name: str, output_like: Callable[[str], Any], *args: Any, **kwargs: An
         hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
     anchor = torch.empty(0, dtype=torch.float32, device=hidden.device, requires_grad=True)  # no bytes to be counted
 
-    def made(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            through: Tensor = _Stub.apply(hidden, anchor, tensor.shape, tensor.dtype)
+    def made(like: Like) -> Tensor:
+        if like.requires_grad:
+            through: Tensor = _Stub.apply(hidden, anchor, like.shape, like.dtype)
             return through
-        return torch.empty_like(tensor)
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
-    return tree_map_only(Tensor, made, output_like(name))
+    return tree_map_only(Like, made, output_like(name), is_leaf=lambda each: isinstance(each, Like))

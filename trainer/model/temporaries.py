@@ -32,7 +32,7 @@ from deepstow.strategies.engine.tensors.nested import tensors_in
 from deepstow.trainer.model.compiled import NotCompilable, as_graphs
 from deepstow.trainer.model.counting import ALLOCATE, Counter, touched_by
 from deepstow.trainer.model.params import EMBEDDING, HEAD
-from deepstow.trainer.model.stubs import find_alike, materialise, stubs
+from deepstow.trainer.model.stubs import find_alike, likes_of, materialise, stubs
 
 logger = logging.getLogger(__name__)
 Call = Callable[[], Any]  # one forward
@@ -71,11 +71,16 @@ def peak_of(model: nn.Module, call: Call) -> int:
 
 
 def _peak_of(model: nn.Module, call: Call, like: Mapping[str, str]) -> int:
-    counted = Counter(model, like)
-    with counted:
-        call()
-    live = _Live()
-    with stubs(model, like, lambda name: counted.outputs[like[name]]), live:
+    live, outputs = _Live(), dict[str, Any]()
+
+    def note(name: str, module: nn.Module, args: object, output: Any) -> None:
+        outputs[name] = likes_of(output)
+
+    with ExitStack() as within:
+        for name in {*like.values()}:
+            within.callback(model.get_submodule(name).register_forward_hook(partial(note, name)).remove)
+        within.enter_context(stubs(model, like, lambda name: outputs[like[name]]))
+        within.enter_context(live)
         call()
     return max(forward for forward, *_ in live.highest.values())
 

@@ -29,7 +29,7 @@ from deepstow.strategies.planner.hybrid.degrees import Degrees, Size
 from deepstow.strategies.planner.hybrid.parts import Known, Models
 from deepstow.strategies.planner.hybrid.search import Options, hybrid
 from deepstow.strategies.planner.hybrid.step_seconds import Pricing
-from deepstow.strategies.planner.step_cost import plan_cost, step_flops
+from deepstow.strategies.planner.step_cost import HIDDEN, NEAR, plan_cost, step_flops
 from deepstow.strategies.report import hybrid_table, run_budget
 from deepstow.strategies.report.run_budget import Asked, Step
 from deepstow.trainer.config.load import build
@@ -111,7 +111,10 @@ def search(
     )
     best = answer.best[0].degrees
     write = changes(tree, keys.written(best, tree))
-    lines = [*heading(config, ranks, machine, cluster, sequences), ""]
+    speed = scale.tokens / scale.ranks / answer.best[0].price.seconds
+    near = f"{(1 - NEAR) * speed:,.0f} to {(1 + NEAR) * speed:,.0f} tokens/s/rank for the first row"
+    lines = [*heading(config, ranks, machine, cluster, sequences)]
+    lines += [f"published runs were within {NEAR:.0%} of what is found so, to either side: {near}", ""]
     lines += hybrid_table.lines(answer, scale, write, not_tried, links(facts, cluster) if lossy else {})
     if asked is not None:
         units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
@@ -135,6 +138,7 @@ def _options(config: RunConfig, facts: Facts, *, lossy: bool) -> Options:
         refused=keys.refused(replace(facts.run, in_slices=Axis.TOKENS in degrees_of(config.strategies)), beside),
         chunked=in_chunks.model_dump()["chunked"] if in_chunks is not None else None,
         device_bytes=min((size for size in budgets if size is not None), default=None),
+        trained=True,
     )
 
 
@@ -155,7 +159,7 @@ def more_ranks(models: Models, rates: Rates, cluster: Cluster, degrees: Degrees)
         wide, more = replace(degrees, data=times * degrees.data), replace(cluster, ranks=times * cluster.ranks)
         if times == 1 or cluster.across is not None or more.ranks <= cluster.per_machine:
             tokens = wide.data * wide.micro_batch * wide.micro_batches * sequence
-            yield more.ranks, tokens, Pricing(models, more, rates).price(wide).seconds
+            yield more.ranks, tokens, Pricing(models, more, rates, trained=True).price(wide).seconds
 
 
 def budget(
@@ -207,7 +211,7 @@ def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
         )
     inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
     outside = Wire(rate, rates.net_across_latency_s) if rate is not None else None
-    return Cluster(ranks.world_size, ranks.local_world_size, inside, outside)
+    return Cluster(ranks.world_size, ranks.local_world_size, inside, outside, HIDDEN)
 
 
 class Shares:

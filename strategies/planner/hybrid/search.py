@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import combinations
 
 from deepstow.strategies.core.compression import Compression
@@ -108,6 +109,7 @@ class Options:
         chunked: see ``account.py``.
         device_bytes: that may be used of each device; None: the share that is used by default.
         lossy: exchanges of plain data parallelism, besides the exact one.
+        trained: compute takes as long as in published runs.
     """
 
     refused: keys.Refused | None = None
@@ -116,6 +118,7 @@ class Options:
     chunked: Chunked = None
     device_bytes: int | None = None
     lossy: Sequence[Compression] = ()
+    trained: bool = False
 
 
 def hybrid(
@@ -149,7 +152,8 @@ class _Search:
         self._machine = machine
         self._models = Models(known, in_stages)
         self._account = Account(self._models, options.chunked)
-        self._rates, self._pricing = rates, Pricing(self._models, cluster, rates)
+        self._priced_on = partial(Pricing, self._models, rates=rates, trained=options.trained)
+        self._pricing = self._priced_on(cluster)
         self._whole = Model(facts)
         self._refused = options.refused or keys.refused(facts.run, {})
 
@@ -238,7 +242,7 @@ class _Search:
         self, best: Sequence[Found], fitting: Sequence[tuple[Degrees, Bytes]]
     ) -> tuple[tuple[Found, ...], tuple[Found, ...]]:
         """The best with what they would take if the network is otherwise, and what would be first then."""
-        others = [Pricing(self._models, cluster, self._rates) for cluster in self._cluster.either_way()] if best else []
+        others = [self._priced_on(cluster) for cluster in self._cluster.either_way()] if best else []
         firsts = tuple(_best(fitting, other)[0][0] for other in others)
         between = [tuple(other.price(found.degrees).seconds for other in others) for found in best]
         moving = {0} if any(first.degrees != best[0].degrees for first in firsts) else set[int]()

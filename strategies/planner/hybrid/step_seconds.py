@@ -44,7 +44,13 @@ from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
 from deepstow.strategies.planner.hybrid.parts import Model, Models, Part
 from deepstow.strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
 from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
-from deepstow.strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
+from deepstow.strategies.planner.step_cost import (
+    LAUNCHES,
+    TOUCHED_BYTES,
+    slowed,
+    trained_seconds,
+    unit_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +107,9 @@ def _inside(degrees: Degrees) -> str:
 
 
 class Pricing:
-    """Prices degrees, and remembers what it counted."""
+    """Prices degrees, and remembers what it counted. ``trained``: compute as in published runs (``step_cost.py``)."""
 
-    def __init__(self, models: Models, cluster: Cluster, rates: Rates) -> None:
+    def __init__(self, models: Models, cluster: Cluster, rates: Rates, *, trained: bool = False) -> None:
         inside, across = cluster.inside, cluster.across
         rates = replace(rates, net_bytes_per_s=inside.bytes_per_s, net_latency_s=inside.latency_s)
         if across is not None:
@@ -111,6 +117,8 @@ class Pricing:
         self._models = models
         self._cluster = cluster
         self._rates = rates
+        self._trained = trained
+        self._again = slowed(rates) if trained else rates
         self._sums_of: dict[object, list[list[float]]] = {}
         self._stages_of: dict[object, StagePrice] = {}
 
@@ -178,8 +186,8 @@ class Pricing:
         forward, backward = forward + reduced[0], backward + again + reduced[1]
         arriving = gather(weights) if degrees.zero == 3 else 0.0
         leaving = gather(grads) if degrees.zero >= 2 else 0.0
-        if self._cluster.exposes(copies, degrees.tensor):
-            forward, backward = forward + arriving, backward + arriving + leaving
+        shown = self._cluster.exposed(copies, degrees.tensor)
+        forward, backward = forward + shown * arriving, backward + shown * arriving + shown * leaving
         if degrees.offload is not Stowed.NOTHING and copies == 1 and degrees.micro_batches > 1:
             leaving = grads / rates.down_bytes_per_s  # they are added up on the host
         arriving = max(arriving, self._fetched(degrees, weights))
@@ -225,10 +233,10 @@ class Pricing:
         """
         given, precision = model.facts, model.facts.run.precision
         facts = replace(given, run=replace(given.run, slices=1))  # these are counted beside the operations
-        plain = unit_seconds(
+        plain = (trained_seconds if self._trained else unit_seconds)(
             replace(facts, units=tuple(replace(unit, again=Work()) for unit in facts.units)), self._rates
         )
-        again = [self._rates.seconds(by_policy(unit, degrees.recompute).again, precision) for unit in facts.units]
+        again = [self._again.seconds(by_policy(unit, degrees.recompute).again, precision) for unit in facts.units]
         exchanging, size = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}, boundary_bytes(facts.run)
         if degrees.sequence > 1:
             one = slices_seconds(given, self._rates)
