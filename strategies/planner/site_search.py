@@ -135,14 +135,16 @@ class SiteSearch:
         fits = sizes.host <= self._host_room and sizes.largest_unit <= sizes.room(device_room)
         return self._estimate.seconds(placement, max(0, away)) if fits else inf
 
-    def simulated(self, placement: Placement, device_room: int) -> float:
-        """Seconds, of as few iterations as are enough to rank plans; infinite if the placement does not fit."""
+    def simulated(self, placement: Placement, device_room: int, most: float = inf) -> float:
+        """Seconds, of as few iterations as are enough to rank plans, or at least so many, if they are more than
+        ``most``; infinite if the placement does not fit.
+        """
         layout, rates = self.worked_out(placement, device_room), self._facts.machine.rates
         if layout is None or rates is None:
             return inf
         iterations = 3 if self._request.in_backward else 2
         problem = problem_of(self._facts, layout, rates, ticks=self._ticks)
-        return simulated_period(problem, list(evictions_of(problem, layout)), iterations, after=0)
+        return simulated_period(problem, list(evictions_of(problem, layout)), iterations, after=0, most=most)
 
     @cached_property
     def _ticks(self) -> tuple[Tick, ...]:
@@ -202,7 +204,6 @@ class _Walk:
         self.search = search
         self.places = search.places
         self._estimate: Measure = lambda placement: search.estimated(placement, device_room)
-        self._simulate: Measure = lambda placement: search.simulated(placement, device_room)
         self._estimate_of_mix = cache(lambda mix: self._estimate(search.mixed(mix)))
         self._most = max(LEAST_TRIED, int(min(MOST_TRIED, EFFORT / len(search.places.buckets))))
         self._random = Random(0)
@@ -222,7 +223,7 @@ class _Walk:
     def consider(self, placement: Placement) -> float:
         """Simulate ``placement``, once, and keep it if it is the best so far."""
         if placement not in self._times:
-            self._times[placement] = seconds = self._simulate(placement)
+            self._times[placement] = seconds = self.search.simulated(placement, self._room, self.seconds)
             if seconds < self.seconds:
                 self.best = placement
                 self.seconds = seconds
