@@ -127,6 +127,7 @@ _MASTERS = "strategies.offload.masters != fp32"
 _MOMENTS = "strategies.offload.moments != fp32"
 _DIFFERENT_ROWS = "training.train_sampling_strategy = batch_rebalance"
 _OTHER_KERNELS = "eager|flash_attention_2|flash_attention_3|flash_attention_4|flex_attention|sdpa_varlen"
+_MERGE = "merge it into its base, and train a new one"
 _NOT_COMPARED = "it was not compared with plain training"
 _KERNEL = "strategies.sequence computes attention by torch's scaled_dot_product_attention; leave it out, or write sdpa"
 
@@ -197,6 +198,8 @@ RULES = (
          "DeepSpeed fetches weights by hooks inside of blocks, which are compiled",
          "write strategies.offload beside it, or stage 2", _OTHER_ENGINE),
     Rule("training.fp16", _STAGES, "strategies.pipeline scales no loss", "write training.bf16"),
+    Rule("model.adapter", "strategies.zero.stage = 3",
+         "stage 3 of strategies.zero divides weights before an adapter could be loaded", _MERGE),
     Rule("model.quantization_config", "strategies.zero",
          "strategies.zero has not been compared with quantised weights"),
     *_of_sections(
@@ -216,6 +219,7 @@ RULES = (
         {
             _DIFFERENT_ROWS: "it gives ranks of one copy of the model different rows",
             "model.quantization_config": "strategies.tensor divides weights, and quantised ones have no parts",
+            "model.adapter": f"strategies.tensor divides weights before an adapter could be loaded; {_MERGE}",
             "model.attention_mask": "strategies.tensor has not been compared with one",
             "model.lora.lora_dropout": "ranks draw the same numbers and would drop the same places of each part",
             "model.lora.use_dora": "the norms of its weights are over rows and columns that strategies.tensor divides",

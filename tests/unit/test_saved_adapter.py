@@ -99,7 +99,7 @@ def test_what_the_config_says_otherwise(saved: Path, tmp_path: Path) -> None:
     first, second = refused.value.lines
     assert f"model.lora.r = 16: the adapter in {saved} has 4; leave it out" in first
     assert 'model.lora.target_modules = ["q_proj"]' in second
-    with pytest.raises(ConfigError, match=r"stage 3 of strategies.zero divide weights before an adapter could be"):
+    with pytest.raises(ConfigError, match=r"stage 3 of strategies.zero divides weights before an adapter could be"):
         config_of(saved, {"zero": {"stage": 3}})
     other = save(tmp_path / "wide", hidden_size=64).parent / "base"
     with pytest.raises(ConfigError, match=r"the adapter has \(4, 32\), and the model has \(4, 64\); name the base"):

@@ -351,12 +351,6 @@ def _best_model(t: Values) -> Found:
 def _strategies(sections: Mapping[str, Values]) -> Found:
     m, t = sections["model"], sections["training"]
     half = m.dtype != "float32" and t.bf16 in OFF and t.fp16 in OFF
-    options = sections["strategies"].get("zero")
-    if m.adapter and (
-        ("tensor" in sections["strategies"]) or (isinstance(options, dict) and options.get("stage") == 3)
-    ):
-        what = "strategies.tensor and stage 3 of strategies.zero divide weights before an adapter could be loaded"
-        yield "model.adapter", f"{what}; merge it into its base, and train a new one"
     given = values_in(sections)
 
     def value_of(key: str) -> Any:
