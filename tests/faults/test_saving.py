@@ -244,6 +244,7 @@ def measured(ranks: Ranks, what: str, folder: Path, site: str) -> dict[str, int]
     return {"growth": status_bytes("VmHWM") - before, "bucket": max(state), "state": sum(state)}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("what", "site"), [("save", "host"), ("load", "host"), ("save", "device")])
 def test_memory(what: str, site: str, tmp_path: Path) -> None:

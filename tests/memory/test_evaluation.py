@@ -147,6 +147,7 @@ def within(budget: str, rows: int | None, **training: Any) -> tuple[RunConfig, P
     return config, plan_of(config, Ranks(), profile("rtx4090-pcie4"))
 
 
+@pytest.mark.slow
 def test_rows_that_nobody_set_are_lowered_until_they_fit() -> None:
     config, plan = within("400MiB", None)
     rows, peak, line = evaluation.rows(config, plan)

@@ -92,6 +92,7 @@ def held_by_each(ranks: Ranks, configs: list[RunConfig]) -> list[dict[str, int]]
     return [held(ranks, config) for config in configs]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("stages", "bf16", "lora"),

@@ -89,6 +89,7 @@ def test_three_ranks_whose_losses_were_divided(tmp_path: Path) -> None:
     assert found["spans"] == pytest.approx(found["whole"], rel=1e-4) and len(found["whole"]) == 4
 
 
+@pytest.mark.slow
 def test_powersgd_goes_on_with_what_it_owes(tmp_path: Path) -> None:
     """In fp32, and in bf16, where it owes in fp32 nevertheless."""
     jobs = list[tuple[str, RunConfig, str | None]]()

@@ -331,6 +331,7 @@ def test_two_ranks_as_one_that_accumulates(home: Path, plain: Path, tmp_path: Pa
     assert all(torch.allclose(found[name], each, rtol=0, atol=1e-6) for name, each in weights(plain).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["int8", "nf4"])
 def test_a_teacher_in_few_bits(home: Path, tmp_path: Path, bits: str) -> None:
     """Answers as of the model that anyone loads in them; the same where it is streamed, as its few bytes decide."""

@@ -64,6 +64,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "program"
 
 
+@pytest.mark.slow
 def test_the_program_is_the_model_without_transformers(program: Path) -> None:
     """In a process of its own, on rows of other lengths than it was made with, padded on the left."""
     model = model_of()

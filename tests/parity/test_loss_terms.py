@@ -109,6 +109,7 @@ def test_smoothed_labels_leave_no_term_out(tmp_path: Path) -> None:
     check_model(silent, config_of(silent))
 
 
+@pytest.mark.slow
 def test_every_term_in_transformers_has_a_switch() -> None:
     """A release that adds another kind of term, or a model whose labels are not of the next token, fails here."""
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)

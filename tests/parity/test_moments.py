@@ -151,6 +151,7 @@ def test_other_rules_are_refused() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bytes_per_parameter() -> None:
     """Of the host's arena, within 1 %, where all weights travel in bf16: less what does not grow with the model."""
     config = MODELS["llama"] | {"vocab_size": 32, "hidden_size": 512, "intermediate_size": 1024}
@@ -179,6 +180,7 @@ def test_bytes_per_parameter() -> None:
         assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")
 
 
+@pytest.mark.slow
 def test_vectors_of_two_blocks_keep_no_slot_from_the_matrices_of_these_blocks() -> None:
     """Those without weight decay are a bucket: half of its gradients have come when the others of a block do."""
     model, ids = hub("t5"), torch.arange(16).view(2, 8)

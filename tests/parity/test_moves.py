@@ -92,12 +92,14 @@ def test_optimizers_and_the_loss_scale(tmp_path: Path, other: dict[str, Any]) ->
     all_equal([runs[0], *moved(tmp_path / "back", shared(2, **other), plain(2, **other))])
 
 
+@pytest.mark.slow
 def test_from_uneven_shares_to_fewer_ranks(tmp_path: Path) -> None:
     """Three ranks divide few parameters evenly, and pieces of most are on two of them."""
     runs = moved(tmp_path, zero(HIGHEST_STAGE, 3), plain(2), zero(2, 2))
     all_equal(runs[1:])
 
 
+@pytest.mark.slow
 def test_masters(tmp_path: Path) -> None:
     """Weights are bf16 and masters fp32; plain training has fp32 weights alone, which have to be the masters."""
     runs = moved(tmp_path, zero(2, 2, **BF16), offload(2, **BF16), zero(0, 2, **BF16), plain(2, **BF16))
@@ -116,6 +118,7 @@ def test_to_more_ranks(tmp_path: Path) -> None:
     moved(tmp_path, offload(), zero(1, 2), zero(HIGHEST_STAGE, 3))
 
 
+@pytest.mark.slow
 def test_shared_buckets(tmp_path: Path) -> None:
     """To another stage, and to whole copies; from other strategies in ``test_optimizers_and_the_loss_scale``."""
     all_equal(moved(tmp_path, shared(2), shared(2, stage=1), offload(2)))
@@ -280,6 +283,7 @@ def test_a_schedule_with_history(tmp_path: Path) -> None:
     assert runs[0][f"saved at {SAVED}"]["lr"].item() < 1e-2
 
 
+@pytest.mark.slow
 def test_ends_with_the_best_weights(tmp_path: Path) -> None:
     """Under every strategy; masters go back with the weights."""
     best = {

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deepstow.trainer.config.sections import RunConfig
@@ -49,6 +50,7 @@ def poured(ranks: Ranks, configs: list[RunConfig]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_weight_and_buffer_arrives(tmp_path: Path) -> None:
     def make(config: Mapping[str, Any] | None, stage: int, offload: Mapping[str, Any], **more: Any) -> RunConfig:
         return run_config(

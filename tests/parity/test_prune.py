@@ -105,6 +105,7 @@ def pruned(home: Path, run: Path, method: str, strategies: Any = None, **trainin
     return tree_of(home, run, {"prune": prune}, strategies, **training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [rarely("magnitude"), "wanda", slowly("2:4")])
 def test_as_a_loop_that_masks(home: Path, tmp_path: Path, method: str) -> None:
     """Plainly, streamed, and streamed from the checkpoint of the step before a round and of one between two."""

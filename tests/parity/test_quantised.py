@@ -115,6 +115,7 @@ def leaves(trainer: Any) -> set[str]:
     return {bucket.dtype for bucket in trainer.plan.layout.buckets if not bucket.resident}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["nf4", rarely("int8"), rarely("fp4")])
 def test_as_peft_alone_and_resumed(bits: str, base: Path) -> None:
     """Kinds of bits differ in bitsandbytes' code alone; 8 of them are in the next test as well."""
@@ -147,6 +148,7 @@ def test_going_on_with_a_saved_adapter(bits: str | None, base: Path, tmp_path: P
     assert unlike(values, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["nf4", slowly("int8")])
 def test_a_trainer_of_others(bits: str, base: Path) -> None:
     """A live model is planned on its first batch, and is as it was when it is closed."""
@@ -163,6 +165,7 @@ def test_a_trainer_of_others(bits: str, base: Path) -> None:
     assert kinds == {"Parameter", {"nf4": "Params4bit", "int8": "Int8Params"}[bits]}
 
 
+@pytest.mark.slow
 @needs_scratch
 @pytest.mark.parametrize(("bits", "merge"), [("nf4", True), (None, False), rarely("int8", True)])
 def test_the_base_on_the_disk(
@@ -200,6 +203,7 @@ KINDS: Mapping[str, tuple[str | None, Mapping[str, Any], Mapping[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some_rarely(KINDS, ("DoRA", "rsLoRA", "NEFTune", "smooth labels")))
 def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
     bits, lora, training = KINDS[kind]

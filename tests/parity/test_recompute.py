@@ -248,6 +248,7 @@ def test_blocks_of_any_class() -> None:
         assert unequal(steps(odd(), batches), steps(model, batches)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model_type", "stage"), [("gpt2", 2), pytest.param("opt", 3, marks=needs_stage_3)])
 def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ EXCHANGED: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "change", "key", "what", "training"), EXCHANGED)
 def test_other_contents_at_the_same_place(
     options: Options, change: Callable[[Path], Any], key: str, what: str, training: Any, home: Path,
@@ -267,6 +268,7 @@ def test_weights_that_are_in_the_checkpoint_are_not_read_again(home: Path) -> No
     assert manifest(home / "run/checkpoint-2")["model"]["weights"] == before
 
 
+@pytest.mark.slow
 def test_the_same_contents_at_other_places(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All at once, under other names: the bits of the run that nothing was moved of."""
     shutil.copytree(home / "model", home / "teacher")

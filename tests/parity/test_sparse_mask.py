@@ -186,6 +186,7 @@ def counted(kernel: str | None, length: int, config: Any = LLAMA, **mask: int) -
     return count_model(config).units[1].saved_bytes
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_a_block_saves() -> None:
     """A window in blocks grows with the row, a mask for every pair with its square; flex has no mask of pairs."""
     mask, short, long = {"window": 64, "sink": 4}, 2048, 4096

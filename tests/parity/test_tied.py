@@ -54,6 +54,7 @@ def all_trained(ranks: Ranks, configs: list[RunConfig]) -> list[Any]:
     return [train(ranks, config)["weights"] for config in configs]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @needs_stage_3
 def test_every_strategy_trains_the_head_of_the_files(tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_pickled_files_are_read_as_well(tmp_path: Path) -> None:
     assert count.untied == (HEAD,) and not count.tied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [False, True])
 def test_the_export_says_what_was_trained(equal: bool, tmp_path: Path) -> None:
     """With equal values in the files both names are one weight, as in Transformers."""
@@ -112,6 +114,7 @@ def test_the_export_says_what_was_trained(equal: bool, tmp_path: Path) -> None:
     assert torch.equal(again.lm_head.weight, found[TABLE if equal else HEAD])
 
 
+@pytest.mark.slow
 def test_a_config_that_cannot_say_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """T5 ties three tables by one key. Plainly and stowed its own head is trained, and the export opens with it."""
     rows = [{"prompt": row["text"], "completion": row["text"][::-1]} for _, row in islice(pydoc_rows.rows("labels"), 8)]

@@ -196,6 +196,7 @@ def test_a_forward_that_cannot_be_counted(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
+@pytest.mark.slow
 def test_two_trainers_on_one_model(tmp_path: Path) -> None:
     """The second begins with an optimizer of its own, as ever."""
 

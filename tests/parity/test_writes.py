@@ -244,6 +244,7 @@ def test_gradients(idiom: str) -> None:
     both_sides(net, GRADIENTS[idiom], PLANS.values(), clips=True, max_norm=NORM, transfer=Transfer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("idiom", CLIPPED_AS_PLANNED)
 def test_gradients_that_the_step_clips(idiom: str) -> None:
     for norm in (0.0, NORM):

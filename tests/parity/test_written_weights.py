@@ -36,6 +36,7 @@ def test_what_keeps_copies_of_weights_is_refused() -> None:
             plan_of(config_of(strategies), Ranks(), probe())
 
 
+@pytest.mark.slow
 def test_recomputed_it_is_clamped_as_plainly(tmp_path: Path) -> None:
     sides: tuple[dict[str, Any], ...] = ({}, {"recompute": {"policy": "full"}})
     plain, again = (run_counted(1, train, config_of(each, folder=tmp_path))["weights"] for each in sides)

@@ -81,6 +81,7 @@ def batch_of(config: RunConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return Collator(0, config.data.packing)(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_saved_of_the_longest_rows_is_what_is_planned(name: str) -> None:
     config, rows = CASES[name]

@@ -265,6 +265,7 @@ def test_a_fake_run_leaves_nothing_behind() -> None:
 # Precision
 
 
+@pytest.mark.slow
 def test_half_precision_halves_what_is_saved_only_in_an_engine() -> None:
     """DeepSpeed and ours cast the model; plain training autocasts fp32 weights and saves their casts besides."""
     saved = {
@@ -350,6 +351,7 @@ def test_rows_of_more_tokens_than_positions(model: Any, task: str, key: str) -> 
             count_model(config)
 
 
+@pytest.mark.slow
 def test_rows_beyond_what_rotary_embeddings_were_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for more, most in (

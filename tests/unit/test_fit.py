@@ -115,6 +115,7 @@ def test_state_in_fewer_bits_is_an_answer_of_its_own(whole_alone: None) -> None:
     assert not [row for row in rows_of(small, "training.optim=sgd") if row.kind == "full (inexact)"], "of AdamW alone"
 
 
+@pytest.mark.slow
 def test_adapters_that_a_model_does_not_take_are_a_row() -> None:
     """Nobody wrote ``model.lora``: the rest of the table is there, and the reason once, without PEFT's own layers."""
     model = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 128}
@@ -128,6 +129,7 @@ def test_adapters_that_a_model_does_not_take_are_a_row() -> None:
         Fit(run_config(model, model={"lora": {"r": 4, "target_modules": "all-linear"}}), HERE, card(1 << 30)).rows()
 
 
+@pytest.mark.slow
 def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
     rows = rows_of(card(5 << 20), "prune={method: magnitude}", "strategies.offload={moments: int8}", more=(2,))
     assert next(row for row in rows if row.kind == "LoRA").refused.startswith("model.lora: cannot go with prune")
@@ -385,6 +387,7 @@ def test_a_model_that_is_not_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert said.err.splitlines()[-1].startswith(says) and said.out == ""
 
 
+@pytest.mark.slow
 def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoConfig
 

@@ -175,6 +175,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", SAID)
 def test_a_config_of_anybody(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also one that is to be imported, and one of a run that is to be verified or planned."""

@@ -42,6 +42,7 @@ def real(config: RunConfig) -> Any:
 INT8 = {"load_in_8bit": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "lora", "quantised"),
     [

@@ -85,6 +85,7 @@ def test_what_is_recorded_is_not_run_again(driven: None, tmp_path: Path, capsys:
     assert again.count("prepares") == 2 and again.count("good") == 1, "what this folder has is known, too"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("real", [True, False])
 def test_commands_are_accepted_and_fit_into_nine_minutes(
     real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

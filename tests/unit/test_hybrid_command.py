@@ -51,6 +51,7 @@ def parts() -> dict[Size, Facts]:
     return found
 
 
+@pytest.mark.slow
 def test_shares_are_counted_as_if_they_were_configured() -> None:
     divided = {Size(sequence=degree) for degree in (2, 4, 8)}
     assert set(parts()) == {Size(size, tensor) for size in (1, 2) for tensor in (1, 2)} | divided  # of 2 heads
@@ -138,6 +139,7 @@ def first_as_written(path: Path, said: str, ranks: Ranks = RANKS) -> Plan:
     return plan_of(load(path, changes), ranks, sized(CARD, None, None))
 
 
+@pytest.mark.slow
 def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +219,7 @@ MIXTURE = {**WIDE, "model_type": "mixtral", "num_local_experts": 8, "num_experts
 MIXTURE |= {"intermediate_size": 2048, "num_hidden_layers": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -207,6 +207,7 @@ def test_the_search_returns_what_pricing_everything_would(
     assert all(bounds), "a bound is not more than the price"
 
 
+@pytest.mark.slow
 def test_it_is_never_slower_with_more_memory_or_a_faster_network() -> None:
     """Exactly, along each ladder; and both matter."""
     for refused in (None, nothing_refused):

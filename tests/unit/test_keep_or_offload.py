@@ -82,6 +82,7 @@ def test_the_least_bytes_are_those_of_each_bucket_at_its_smallest_place(known: F
     assert places.least_bytes == sum(map(least, range(len(places.buckets))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "max_grad_norm"), [(1, 0.0), (4, 1.0)])
 def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) -> None:
     """A climb may miss 1 % of what the one for less memory found."""

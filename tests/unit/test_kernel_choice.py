@@ -52,6 +52,7 @@ def test_the_first_that_nothing_refuses(
     assert said.startswith(f"model.attn_implementation = auto: {expected or 'the model'}")
 
 
+@pytest.mark.slow
 def test_flash_attention_comes_first_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, in 16 bits; it is not assumed of another machine."""
     refusals = attention.refusals

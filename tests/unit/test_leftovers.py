@@ -17,6 +17,7 @@ def session(folder: Path, line: str, *options: str) -> subprocess.CompletedProce
     return subprocess.run([*command, folder], cwd=folder, check=False, capture_output=True, text=True, env=variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "workers"])
 def test_an_empty_folder_is_found(options: tuple[str, ...], tmp_path: Path) -> None:
     done = session(tmp_path, "Path('trainer_output/inner').mkdir(parents=True)", *options)

@@ -25,6 +25,7 @@ def saves_less(**training: Any) -> int:
     return units()[2].saved_bytes - units(use_liger_kernel=True, **training)[2].saved_bytes
 
 
+@pytest.mark.slow
 def test_norms_and_products_of_a_block() -> None:
     """Not the normalised input of either norm, and not the activation of the gate."""
     norms, gate = 2 * 4 * TOKENS * HIDDEN, 4 * TOKENS * INNER

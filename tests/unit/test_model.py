@@ -115,6 +115,7 @@ def measured(section: Mapping[str, Any], saved_to: Path | None = None) -> tuple[
     return grown, weights, total
 
 
+@pytest.mark.slow
 def test_weights_exist_once_while_they_are_built_and_loaded(tmp_path: Path) -> None:
     # Most matrices have 64 MB: memory that this process has freed is never given to them.
     large = {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 8192, "num_hidden_layers": 1}

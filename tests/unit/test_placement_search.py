@@ -300,6 +300,7 @@ def fits(known: Facts, saved: int, device_bytes: int, host_bytes: int, **asked: 
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans())
 def test_a_refusal_is_true_and_its_advice_is_enough(known: Facts, device: int, host: int, knows_rates: bool) -> None:

@@ -65,6 +65,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In training, in the forward that is computed again for backward, and in evaluation."""
     make_rows_and_model(tmp_path)

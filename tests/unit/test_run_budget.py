@@ -53,6 +53,7 @@ def rows_of(said: str) -> list[list[str]]:
     return [line.split() for line in said.split("a run of ")[1].splitlines()[4:-1]]
 
 
+@pytest.mark.slow
 def test_a_plan_and_a_search_say_what_a_run_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

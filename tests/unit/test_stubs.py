@@ -35,6 +35,7 @@ CASES: list[Any] = [
 CASES += [("gpt2", {"bf16": True}), slowly("llama", {"gradient_checkpointing": True})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "training"), CASES, ids=str)
 def test_numbers_of_all_blocks(name: str, training: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config, expected = MODELS[name]

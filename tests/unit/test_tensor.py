@@ -209,6 +209,7 @@ def test_masks_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tensor_shards.apart(model, Grid(tensor=2)) == 0 and not model.self_attn._forward_hooks
 
 
+@pytest.mark.slow
 def test_parts_of_one_size_beside_the_memory_engine() -> None:
     """The plan of the first rank is that of all: an odd head is refused, a tied one and one that divides are not."""
     made = {"tensor": {"degree": 2}, "offload": {}}

@@ -135,6 +135,7 @@ def test_reserved_buffers_as_labelled_sums() -> None:
 # Real processes
 
 
+@pytest.mark.slow
 @needs_stage_3
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model", "modules"), [(LLAMA, ["q_proj", "down_proj"]), (GPT2, ["c_attn", "c_fc"])])
