@@ -23,7 +23,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier
+from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier, UnitKind
 from deepstow.strategies.core.formats import nothing_to_encode, refused_by
 from deepstow.strategies.core.layout import Reduction, common_bytes
 from deepstow.strategies.core.on_disk import check_folders, disk_bytes, folders_of
@@ -257,7 +257,12 @@ class Offload(Strategy):
                 raise self._refusal("accumulation", f"{run.refuses_turns}; write micro_batches")
             return by(in_layers)
         knows_times = facts.machine.rates is not None and run.forward_flops > 0
-        if run.refuses_turns or run.tied or not knows_times or any(self._refuses_layers(run)):
+        # A weight that others read, too, would have its gradients added in another order. Blocks in several lists, as
+        # of a vision tower, may not all run in each micro-batch.
+        shared = run.tied or any(param.elsewhere or param.users for param in facts.params)
+        lists = {unit.name.rpartition(".")[0] for unit in facts.units if unit.kind is UnitKind.BLOCK}
+        refused_turns = run.refuses_turns or shared or len(lists) > 1 or any(self._refuses_layers(run))
+        if refused_turns or not knows_times:
             return by(facts)
         plans, refused = [], []
         for known in (facts, in_layers):

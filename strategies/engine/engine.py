@@ -180,8 +180,13 @@ class Engine(Copied):
 
     def end_rounds(self) -> None:
         """Forward of all of them has ended, or was interrupted."""
-        self.hooks.rounds = self.prefetch.rounds = False
+        self.hooks.end_rounds()
+        self.prefetch.rounds = False
         self._in_forward = False
+
+    def entered(self) -> set[int]:
+        """The weights, by id, of buckets that this forward has used so far."""
+        return {id(param) for bucket in self.prefetch.entered() for param in bucket.params}
 
     def begin_backward_of_rounds(self) -> None:
         """One backward of all of them follows. Gradients of the head land before it enters a scope."""

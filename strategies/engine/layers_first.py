@@ -24,16 +24,16 @@ Torch's modes belong to a thread, not to a coroutine: gradients on or off, autoc
 checkpoint around a block) are put back when one goes on. Casts that autocast keeps are dropped at each switch, or
 micro-batches would share one, and its gradient be summed in fewer bits.
 
-Refused: a forward that draws random numbers (micro-batches would draw in another order than in plain training), that
-runs a block twice, or whose micro-batches take different ways.
+Refused: a forward that draws random numbers or sets attributes of modules (micro-batches would draw, and read, in
+another order than in plain training), that runs a block twice, or whose micro-batches take different ways.
 """
 
 from __future__ import annotations
 
 import contextvars
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_map_only
 from deepstow.strategies.engine.engine import Engine
 from deepstow.strategies.engine.forward.activations import HostRoom
 from deepstow.strategies.engine.forward.blocks import find_blocks
+from deepstow.strategies.engine.forward.effects import GLOBAL, attributes, changed
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -141,6 +142,7 @@ class LayersFirst:
     """
 
     def __init__(self, model: nn.Module, engine: Engine, room: HostRoom | None, *, keeps_heads: bool) -> None:
+        self._model = model
         self._engine = engine
         self._room = room
         self._keeps_heads = keeps_heads
@@ -148,8 +150,7 @@ class LayersFirst:
         self._hub = getcurrent()
         self._running: _Task | None = None
         self._blocks = find_blocks(model)
-        names = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-        self._shared = {param for param, times in names.items() if times > 1}  # a tied head's weight
+        self._shared: set[int] = set()  # weights by id that units before the head have used, as a tied one
 
     @property
     def runs(self) -> bool:
@@ -177,12 +178,13 @@ class LayersFirst:
         Raises:
             RuntimeError: see the module, refused. No gradient has landed then.
         """
-        try:
+        if not works:
+            return []
+        with suppress(_ReadsMoreError):
             return self._run(works)
-        except _ReadsMoreError:
-            logger.info("the loss reads more of the blocks than what the last one makes: what heads save is kept")
-            self._keeps_heads = True
-            return self._run(works)
+        logger.info("the loss reads more of the blocks than what the last one makes: what heads save is kept")
+        self._keeps_heads = True
+        return self._run(works)
 
     def _run(self, works: Sequence[Callable[[], R]]) -> list[R]:
         found: list[Any] = [None] * len(works)
@@ -200,22 +202,27 @@ class LayersFirst:
         self._hub = getcurrent()
         handles = list(self._attach())
         try:
-            drawn = self._drawn()
+            drawn, held = self._drawn(), attributes(self._model)
             self._engine.begin_rounds()
             if self._room is not None:
                 self._room.begin_rounds()
             self._forward(tasks)
             sums = self._heads(tasks)
-            for before, after in zip(drawn, self._drawn(), strict=True):
-                if not torch.equal(before, after):
-                    self._refuse("the forward draws random numbers (dropout), in another order than in plain training")
+            if not all(map(_same, drawn, self._drawn())):
+                self._refuse("the forward draws random numbers (dropout), in another order than in plain training")
+            if name := changed(held, self._model):
+                self._refuse(f"the forward writes to {name}, which the next micro-batch would read")
         finally:
-            self._end(tasks, ambient)
-            for handle in handles:
-                handle.remove()
-            self._engine.end_rounds()
-            if self._room is not None:
-                self._room.end_rounds()
+            try:
+                self._end(tasks)
+            finally:
+                ambient.give(self._device.type)
+                torch.clear_autocast_cache()
+                for handle in handles:
+                    handle.remove()
+                self._engine.end_rounds()
+                if self._room is not None:
+                    self._room.end_rounds()
         self._backward(tasks, sums)
         return found
 
@@ -239,6 +246,7 @@ class LayersFirst:
     def _heads(self, tasks: Sequence[_Task]) -> dict[Node, Tensor]:
         """Run the heads; see [Note: the head]. Returns the sums of the gradients of their weights."""
         sums: dict[Node, Tensor] = {}
+        self._shared = self._engine.entered()  # a head may read a weight of these, too
         own = set[Node]()  # of these, whose sum nobody else holds
         for task in reversed(tasks) if self._keeps_heads else tasks:
             first = autograd._get_sequence_nr()
@@ -258,6 +266,9 @@ class LayersFirst:
                     else:
                         sums[weight] = gradient
             task.loss = None
+            if not self._keeps_heads:
+                self._go_on(task)
+        for task in tasks if self._keeps_heads else ():  # who has begun last ends first, as in a nest of contexts
             self._go_on(task)
         return sums
 
@@ -360,25 +371,32 @@ class LayersFirst:
             task.root = _Root.apply(task.gradients, *made)
         return found
 
-    def _end(self, tasks: Sequence[_Task], ambient: _Modes) -> None:
+    def _end(self, tasks: Sequence[_Task]) -> None:
         """Let what has not come to its end leave what it is inside of."""
         for task in tasks:
             if task.coroutine:  # it has begun, and has not ended
                 task.modes.give(self._device.type)
-                task.coroutine.throw(GreenletExit)
-                _Modes.taken(self._device.type)
-        ambient.give(self._device.type)
-        torch.clear_autocast_cache()
+                try:
+                    task.coroutine.throw(GreenletExit)
+                finally:
+                    _Modes.taken(self._device.type)
 
-    def _drawn(self) -> list[Tensor]:
+    def _drawn(self) -> list[Any]:
         """The states of the generators that a forward draws from."""
-        states = [torch.get_rng_state()]
+        states = [torch.get_rng_state(), *(state() for state, _ in GLOBAL)]
         if self._device.type != "cpu":
             states.append(torch.get_device_module(self._device).get_rng_state(self._device))
         return states
 
     def _refuse(self, why: str) -> None:
         raise RuntimeError(f"{KEY}: layers: {why}; {CURE}")
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether two states of a generator are equal; NumPy's have an array in them."""
+    if isinstance(before, Tensor):
+        return torch.equal(before, after)
+    return repr(before) == repr(after) if isinstance(before, tuple) else bool(before == after)
 
 
 def _weight_of(node: Node) -> Any:

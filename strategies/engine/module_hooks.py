@@ -159,6 +159,11 @@ class ModuleHooks:
             if any(torch._C._will_engine_execute_node(node) for node in nodes):
                 yield scope
 
+    def end_rounds(self) -> None:
+        """Each micro-batch has ended, or was interrupted, and its hooks on saved tensors are gone."""
+        self.rounds = False
+        self._calls.clear()
+
     def end_head(self) -> None:
         """Backward of one micro-batch's head has ended, in a round, in which other forwards follow."""
         self._leave_pending()

@@ -65,6 +65,10 @@ class Prefetch:
         later = self._order[: max(self._at, 0)][::-1]
         self._start([scope for scope in later if scope.saves_weights], self._here, self._order, backward=True)
 
+    def entered(self) -> list[BucketState]:
+        """The buckets of the scopes that this forward has entered."""
+        return [bucket for scope in self._entered for bucket in scope.buckets]
+
     def used(self) -> set[int]:
         """The buckets, by index, of the scopes of this forward."""
         return {bucket.index for scope in self._order for bucket in scope.buckets}

@@ -48,18 +48,14 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
         request,
         2 * saved,
     )
-    takes_turns = run.together > 1
-    longer = replace(
-        run,
-        accumulation=run.accumulation if takes_turns else 2 * run.accumulation,
-        together=2 * run.together if takes_turns else 1,
-    )
-    yield (
-        f"training.gradient_accumulation_steps: {longer.micro_batches} (a batch of twice as many)",
-        replace(facts, run=longer),
-        request,
-        saved,
-    )
+    if run.together == 1:  # else twice as much is saved at a time
+        longer = replace(run, accumulation=2 * run.accumulation)
+        yield (
+            f"training.gradient_accumulation_steps: {longer.accumulation} (a batch of twice as many)",
+            replace(facts, run=longer),
+            request,
+            saved,
+        )
     most = device_budget(machine)
     if most > request.device_bytes and machine.has_accelerator:
         yield (f"strategies.offload.gpu_memory: {human(most)}", facts, replace(request, device_bytes=most), saved)

@@ -3,6 +3,7 @@
 Rows as in ``test_engine.py``. Of nine batches the last window has fewer, unless three are together.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -194,12 +195,30 @@ class Twice(nn.Module):
         self.calls = calls
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, calls: tuple[int, ...] | None = None, drop: float = 0.0
+        self, input_ids: Tensor, labels: Tensor, calls: tuple[int, ...] | None = None, drop: float = 0.0, how: str = ""
     ) -> SimpleNamespace:
         x = nn.functional.dropout(self.embed(input_ids), drop)
+        if how == "keeps":
+            self.kept = x
+        if how == "draws":
+            x = x * random.random()
+        if how == "is stopped":
+            raise KeyboardInterrupt
         for index in calls or self.calls:
             x = self.layers[index](x)
         return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+class Flat(nn.Module):
+    """A layer of rows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x.flatten(0, 1))
+        return found.view_as(x)
 
 
 def batch_of(**more: Any) -> dict[str, Any]:
@@ -213,11 +232,15 @@ def batch_of(**more: Any) -> dict[str, Any]:
         (Twice(), "a block runs twice"),
         (Twice((0,)), "not every block runs"),
         (Twice((0, 1), drop=0.1), "draws random numbers"),
+        (nn.Sequential(), r"writes to layers\.1\.1\.inner\.\w+, which the next"),
     ],
-    ids=["twice", "never", "dropout"],
+    ids=["twice", "never", "dropout", "statistics"],
 )
 def test_a_model_whose_micro_batches_cannot_take_turns(model: nn.Module, words: str) -> None:
     """By the plan, which knows a forward; and under ``auto`` the plan has today's order."""
+    if not isinstance(model, Twice):
+        model = Twice((0, 1))
+        model.layers[1] = nn.Sequential(nn.Linear(6, 6), Flat(nn.BatchNorm1d(6)))
     options: dict[str, Any] = {"max_grad_norm": 1.0, "accumulation": 2, "batch": batch_of(), "eval_rows": 0}
     with pytest.raises(Refusal, match=f"accumulation = 'layers': .*{words}.*write micro_batches"):
         plan_for(model, order="layers", **options)
@@ -241,8 +264,10 @@ def turns() -> Iterator[Any]:
         (({"calls": (0,)}, {"calls": (0,)}), "not every block runs"),
         (({"calls": (0, 1)}, {"calls": (1, 0)}), "different ways"),
         (({}, {"drop": 0.5}), "draws random numbers"),
+        (({}, {"how": "draws"}), "draws random numbers"),
+        (({}, {"how": "keeps"}), "writes to kept, which the next micro-batch would read"),
     ],
-    ids=["twice", "never", "different", "dropout"],
+    ids=["twice", "never", "different", "dropout", "python's", "an attribute"],
 )
 def test_a_forward_that_the_plan_has_not_seen(turns: Any, given: Any, words: str) -> None:
     """One line, no gradient has landed, and the next step trains."""
@@ -255,6 +280,18 @@ def test_a_forward_that_the_plan_has_not_seen(turns: Any, given: Any, words: str
     optimizer.backward_all([lambda: model(**batch_of()).loss / 2] * 2)
     optimizer.step()
     assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_a_key_that_stops_it_leaves_nothing_behind(turns: Any) -> None:
+    """No hooks on saved tensors of the micro-batch that was inside of a block, and the next step trains."""
+    model, optimizer = turns
+    stopped = {"how": "is stopped"}
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.backward_all([lambda: model(**batch_of(**stopped)).loss, lambda: model(**batch_of()).loss])
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    optimizer.zero_grad()
+    optimizer.backward_all([lambda: model(**batch_of()).loss / 2] * 2)
+    optimizer.step()
 
 
 def test_an_error_in_one_micro_batch_is_the_callers(turns: Any) -> None:

@@ -92,3 +92,9 @@ def test_what_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         launcher.refuse_more_than_devices(2)
     assert train.main(["--ranks", "2", "--config", "quickstart", "training.lr=1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not list(folder.glob("told*")), sys.argv
+
+
+def test_so_many_ranks_that_the_machine_would_stand_still_are_refused() -> None:
+    """Without devices: each rank is a process that imports torch."""
+    with pytest.raises(ConfigError, match=r"--ranks 1000: this machine has \d+ cores.*write --ranks \d+, or fewer"):
+        launcher.refuse_more_than_devices(1000)

@@ -26,6 +26,7 @@ from deepstow.trainer.distributed.ranks import Ranks, describe
 from deepstow.trainer.errors import ConfigError
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+LEAST_CORES = 8  # for which ranks without devices are started on any machine
 LOOK_S, PATIENCE_S = 0.1, 30.0  # the latter as other launchers have it
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -40,12 +41,20 @@ def refuse(num_ranks: int, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def refuse_more_than_devices(num_ranks: int) -> None:
-    """Raise ConfigError if this machine has accelerators, and fewer than ranks."""
+    """Raise ConfigError if this machine has accelerators, and fewer than ranks; or none, and few cores."""
     import torch
 
     from deepstow.strategies.engine.memory import accelerator
 
-    count = torch.accelerator.device_count() if accelerator.kind() is not None else num_ranks
+    if accelerator.kind() is None:
+        cores = os.cpu_count() or 1
+        if num_ranks > (most := max(LEAST_CORES, cores)):
+            what = (
+                f"this machine has {cores} cores, and as many processes would stop it; write --ranks {most}, or fewer"
+            )
+            raise ConfigError(f"--ranks {num_ranks}: {what}")
+        return
+    count = torch.accelerator.device_count()
     if num_ranks > count:
         cure = f"write --ranks {count}, or training.use_cpu=true"
         raise ConfigError(f"--ranks {num_ranks}: each rank needs a device, and there {_are(count)} here; {cure}")

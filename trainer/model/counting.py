@@ -30,6 +30,7 @@ from deepstow.strategies.core.facts import NO_WORK, Choices, InChunks, Operator,
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.forward.checkpointing import Names, draws, stream_in
 from deepstow.strategies.engine.forward.compiled import compiled
+from deepstow.strategies.engine.forward.effects import attributes, changed
 from deepstow.strategies.engine.forward.routed_linear import storage_of
 from deepstow.strategies.engine.forward.token_slices import PRODUCT
 from deepstow.strategies.engine.tensors.nested import tensors_in
@@ -146,6 +147,7 @@ class Counter(TorchDispatchMode):
         self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
         self._sparse = False
         self._draws = False  # random numbers
+        self._changed = ""  # an attribute of a module that forward has set
         self._flops_in = dict[str, int]()
         self._launches = dict[str, int]()
         self._parameters = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
@@ -171,6 +173,7 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self) -> Counter:
         self._within, self.computing = ExitStack(), set()
+        self._held = attributes(self.model)
         for name in {name for names in self._owners.values() for name in names}:
             module = self.model.get_submodule(name)
             self._within.callback(module.register_forward_pre_hook(partial(self._count, name, 1)).remove)
@@ -192,6 +195,7 @@ class Counter(TorchDispatchMode):
         """Sum up. Raise NotImplementedError if the forward used sparse tensors."""
         super().__exit__(kind, error, trace)
         self._within.close()
+        self._changed, self._held = changed(self._held, self.model), {}
         forwards, self._forwards = self._forwards, {}  # outputs and their graph are a reference cycle that would leak
         if error is not None:
             return
@@ -363,6 +367,7 @@ class Counter(TorchDispatchMode):
             "the model has no blocks": not self.blocks,
             "a block runs twice in a forward": bool(self._repeated),
             "not every block runs in a forward": self.blocks.keys() != self._entered,
+            f"the forward writes to {self._changed}, which the next micro-batch would read": bool(self._changed),
             "the forward draws random numbers (dropout), in another order than in plain training": self._draws,
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")

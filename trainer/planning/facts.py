@@ -88,12 +88,25 @@ def gather(
     """
     whole = counted(config, masked=masked)
     run = run_facts(config, world_size)
+    if refused := _refuses_turns(config):
+        whole = replace(whole, refuses_turns=refused)
     if config.prune is not None and not config.prune.is_structured:
         sizes = pruned.sizes(config.prune, whole.units, whole.params)
         if not sizes:
             raise config.error("prune.modules", config.prune.modules, "no layer of a block has such a name")
         run = replace(run, pruned=sum(sizes), largest_pruned=max(sizes))
     return facts_of(whole, run, config.strategies, machine, local_world_size)
+
+
+def _refuses_turns(config: RunConfig) -> str:
+    """Why micro-batches cannot take turns in each layer, of what a count of one forward does not show."""
+    kwargs = config.training.gradient_checkpointing_kwargs or config.training.activation_checkpointing_kwargs or {}
+    reasons = {
+        f"a loss of task: {config.task} may run the model twice": not TASKS[config.task].runs_once,
+        "distill would keep the answers of all micro-batches on the device": config.distill is not None,
+        "reentrant checkpoints run a backward of their own": bool(kwargs.get("use_reentrant")),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
 def facts_of(

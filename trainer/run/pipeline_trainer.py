@@ -91,7 +91,7 @@ class PipelineTrainer(_Trainer):
         """As Hugging Face's; the micro-batches are kept for the schedule."""
         batches, count = super().get_batch_samples(*args, **kwargs)
         if self.pipeline is not None:
-            self._batches = list(batches)
+            self._batches, self._losses = list(batches), []
         return batches, count
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -230,7 +230,7 @@ class StowedTrainer:
         """As Hugging Face's; the micro-batches are kept where all of them pass a layer before the next."""
         batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         if self.stowed is not None and self.stowed.layers is not None:
-            self._batches = list(batches)
+            self._batches, self._losses = list(batches), []
         return batches, count
 
     def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> torch.Tensor:
@@ -239,7 +239,8 @@ class StowedTrainer:
         if self.stowed is None or self.stowed.layers is None:
             return step(model, inputs, *rest, **more)  # type: ignore[no-any-return]
         if not self._losses:
-            works = [partial(step, model, batch, *rest, **more) for batch in self._batches]
+            window = self._batches if any(inputs is batch for batch in self._batches) else [inputs]
+            works = [partial(step, model, batch, *rest, **more) for batch in window]
             with self.stowed.scaled_loss() as self.accelerator.divides_by:
                 self._losses = self.stowed.layers.run(works)
         return self._losses.pop(0)

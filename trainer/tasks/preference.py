@@ -41,6 +41,7 @@ PAIR = (Field("chosen", ANSWER), Field("rejected", ANSWER), Field("prompt", ANSW
 class Preference(Task):
     """What TRL's trainers have in common."""
 
+    runs_once = False
     adds_adapters = True
     folder = "trainer"  # of TRL, where its trainer is
     fused = False  # the loss reads the head's weight by itself, through TRL's fused head

@@ -50,6 +50,7 @@ class Task:
         model_class, trainer, arguments: dotted names of classes.
         adapters: peft's name of the task.
         adds_adapters: the Trainer wraps the model in adapters, and not the run.
+        runs_once: a loss runs the model's forward once, by itself.
         has_reference: the loss compares the model with what it was before training.
         drops_columns: the Trainer leaves out what rows have and forward does not take.
         pipeline_tag: of the model card.
@@ -62,6 +63,7 @@ class Task:
     arguments = "transformers.TrainingArguments"
     adapters = "CAUSAL_LM"
     adds_adapters = False
+    runs_once = True
     has_reference = False
     drops_columns = False  # the collator takes what it needs
     pipeline_tag = "text-generation"

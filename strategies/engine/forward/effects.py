@@ -139,6 +139,7 @@ class Snapshot(AbstractContextManager[None]):
 
 PLAIN = {bool, int, float, str, type(None), set, dict, OrderedDict}  # most attributes of a module
 NUMBERS = {bool, int, float}
+SIZED = {list, dict, set, OrderedDict}
 
 
 def source(value: Any) -> Source | None:
@@ -174,3 +175,26 @@ def _put(owner: Owner, name: str, value: Any) -> None:
         owner.pop(name, None)
     else:
         owner[name] = value
+
+
+def attributes(model: nn.Module) -> dict[tuple[str, str], tuple[Any, object]]:
+    """What modules hold besides parameters, other modules and hooks, with the versions of tensors and the sizes of lists."""
+    found: dict[tuple[str, str], tuple[Any, object]] = {}
+    for path, module in model.named_modules():
+        for owner in (module._buffers, module.__dict__):
+            for name, value in owner.items():
+                if "_hooks" in name:  # torch's, some of which remove themselves
+                    continue
+                mark = _version(value) if _is_state(value) else len(value) if value.__class__ in SIZED else None
+                found[path, name] = value, mark
+    return found
+
+
+def changed(before: dict[tuple[str, str], tuple[Any, object]], model: nn.Module) -> str:
+    """The first attribute that is another one than ``before``, by its dotted path; empty if none is."""
+    now = attributes(model)
+    for key in dict.fromkeys((*before, *now)):
+        (was, mark), (is_now, new_mark) = before.get(key, (ABSENT, None)), now.get(key, (ABSENT, None))
+        if mark != new_mark or not (was is is_now or (was.__class__ in PLAIN and was == is_now)):
+            return ".".join(filter(None, key))
+    return ""
