@@ -21,6 +21,8 @@ NO_TEMPLATE = "no chat template: what you type is continued as it is, each time 
 HOW = "/new begins again, Ctrl-C ends an answer, Ctrl-D ends"
 AGAIN = "/new"
 
+LEAST_TEMPERATURE = 0.001  # below it the likeliest token has all of the probability, and numbers overflow
+
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -45,8 +47,8 @@ def _degree(text: str) -> float:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= 0")
+    if number != 0 and not LEAST_TEMPERATURE <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be 0, or a number from {LEAST_TEMPERATURE:g} on")
     return number
 
 
@@ -82,6 +84,8 @@ def chat(given: argparse.Namespace) -> int:
 
 def converse(session: Talk) -> None:
     """Answer line by line until the input ends."""
+    if sys.stdin is None:
+        raise ConfigError("there is no input to read; say it with --prompt")
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()

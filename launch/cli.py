@@ -15,7 +15,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from errno import EISDIR, ENOENT
+from errno import EISDIR, ENAMETOOLONG, ENOENT
 from importlib import import_module
 from importlib.metadata import version
 from os import strerror
@@ -96,6 +96,13 @@ def answered(work: Callable[[], int | None]) -> int:
     except UserError as error:
         report(error)
         return error.code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except OSError as error:
+        if error.errno != ENAMETOOLONG:
+            raise
+        report(ConfigError(f"{str(error.filename)[:40]}...: {strerror(ENAMETOOLONG)}"))
+        return ExitCode.CONFIG
 
 
 def refuse_paths(**paths: Path | None) -> None:

@@ -24,7 +24,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=_counts, default=(1,), metavar="N[,N]", help="cards of the machine (default 1)")
     plan.add_machine(parser)
     add("--write", type=Path, metavar="FILE", help="write what fits, as a whole config")
-    add("--row", type=int, metavar="N", help="with --write: this row of the table (default: the fastest that fits)")
+    add(
+        "--row",
+        type=int,
+        metavar="N",
+        help="with --write: this row of the table (default: the first within 10 %% of the fastest that fits)",
+    )
     add("overrides", nargs="*", metavar="key=value", help="changes to the config")
     given = cli.parsed(parser, argv)
     if given.model and given.config:

@@ -53,6 +53,8 @@ def begin(given: argparse.Namespace, command: str) -> int:
     if given.data is not None:
         first_config.refuse_missing(given.data)
     machine = probe() if given.card is None else profile(given.card)
+    if not given.model.strip():
+        raise ConfigError("--model '': name a folder, or a model on the Hugging Face hub")
     asked = first_config.Asked(given.task, given.model, given.data or ROWS, given.out, machine)
     first = first_config.first_config(asked, command, lambda line: write_line(line, sys.stderr))
     try:

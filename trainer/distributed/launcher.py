@@ -74,7 +74,12 @@ def run(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
     with _passing_on(ranks):
         for rank in range(num_ranks):
             own = describe(Ranks(rank, rank, num_ranks, num_ranks)) | {"MASTER_PORT": port}
-            ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
+            try:
+                ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
+            except OSError as error:
+                for each in ranks:
+                    each.kill()
+                raise ConfigError(f"--ranks {num_ranks}: rank {rank} cannot be started: {error.strerror}") from None
         return _wait(ranks)
 
 

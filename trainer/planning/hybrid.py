@@ -255,7 +255,10 @@ class Shares:
         if sum(unit.kind is UnitKind.BLOCK for unit in self.whole.units) < 2:
             return {}
         plain = [size for size in sizes if size.sequence == size.experts == 1]
-        return {size: self._share(size, staged=True) for size in plain}
+        try:
+            return {size: self._share(size, staged=True) for size in plain}
+        except (ConfigError, ValueError):  # a pipeline does not go with what else the config says
+            return {}
 
     def _share(self, size: Size, *, staged: bool = False) -> Facts:
         """The facts of a rank's share of the model; ``staged``: in torch's pipeline."""

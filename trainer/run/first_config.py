@@ -208,11 +208,13 @@ def _labels(source: Source, column: str) -> list[str]:
 
 
 def _has_template(model: str) -> bool:
-    """Whether a saved model brings a chat template, as far as its small files say."""
+    """Whether a saved model brings a chat template, as far as its small files say, or may bring one."""
     if (path := hub.file_of(model, "chat_template.jinja")) is not None and path.exists():
         return True
     about = hub.file_of(model, "tokenizer_config.json")
-    return about is not None and '"chat_template"' in about.read_text(encoding="utf-8", errors="replace")
+    if about is None or not about.exists():
+        return not Path(model).expanduser().is_dir()  # of the hub's nobody knows: it may have the right one
+    return '"chat_template"' in about.read_text(encoding="utf-8", errors="replace")
 
 
 def _fitted(tree: Tree, machine: Machine, least: int) -> FitRow:
@@ -249,7 +251,11 @@ def _of(row: FitRow, *, accelerated: bool) -> str:
 def _text(tree: Tree, command: str, said: Sequence[str]) -> str:
     """``tree`` as a file that explains itself."""
     written = {name: section for name, section in tree.items() if name != "task" or section != "sft"}
-    lines = [f"# Made by: {command}", *(f"# {line}" for line in said), "# Every key: deepstow docs config"]
+    lines = [
+        f"# Made by: {' '.join(command.split())}",
+        *(f"# {line}" for line in said),
+        "# Every key: deepstow docs config",
+    ]
     for name, section in written.items():
         if not isinstance(section, dict):
             lines += ["", _noted(one_line(name, section), name)]

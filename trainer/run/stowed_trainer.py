@@ -208,10 +208,14 @@ class StowedTrainer:
 
     def _refuse_others(self) -> None:
         """Raise ValueError if an argument of the Trainer cannot be combined with the engine."""
+        import transformers
+
         args = self.args
         engine = getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False)
         own_buffers = args.ddp_broadcast_buffers is False and args.world_size > 1
         early = self.stow_options.get("update_in_backward")
+        order = self.stow_options.get("order", "micro_batches")
+        prepares = type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs  # type: ignore[attr-defined]
         twice = "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing)
         refusals = {
             "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp=": engine,
@@ -220,6 +224,9 @@ class StowedTrainer:
             ),
             f"one process with {args.n_gpu} devices: start one for each, as torchrun does": args.n_gpu > 1,
             "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers; leave it out": own_buffers,
+            f"order={order!r}: this trainer prepares inputs by itself, step by step; leave order= out": (
+                order != "micro_batches" and prepares
+            ),
             "recompute= cannot be combined with gradient_checkpointing=True: keep one of the two": twice,
         }
         for why, is_so in refusals.items():

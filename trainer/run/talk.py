@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
 from transformers.utils import logging as transformers_logging
@@ -202,6 +203,7 @@ class Talk:
 
     def answer(self, said: str) -> None:
         """Print the answer, and keep both. Raise UserError for what cannot be answered; nothing is kept then."""
+        said = said.encode("utf-8", "replace").decode()
         asked: list[Message] = [*self.messages, {"role": "user", "content": said}]
         ids = self._ids(asked)
         longest = declared(self.model.config) or math.inf
@@ -212,13 +214,18 @@ class Talk:
         streamed = Streamed(self.tokenizer)
         given = torch.tensor([ids], device=self.model.device)
         how = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        with torch.inference_mode():
-            self.model.generate(
-                input_ids=given,
-                attention_mask=torch.ones_like(given),
-                generation_config=GenerationConfig(max_new_tokens=room, **self._ends(), **how),
-                streamer=streamed,
-            )
+        try:
+            with torch.inference_mode():
+                self.model.generate(
+                    input_ids=given,
+                    attention_mask=torch.ones_like(given),
+                    generation_config=GenerationConfig(max_new_tokens=room, **self._ends, **how),
+                    streamer=streamed,
+                )
+        except torch.OutOfMemoryError:
+            raise ConfigError(f"{given.device} has too little memory for {len(ids)} tokens; {ELSE}") from None
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ConfigError(f"the model cannot answer this: {first_line(error)}") from None
         if self.template is not None:
             self.messages = [*asked, {"role": "assistant", "content": streamed.text}]
 
@@ -237,15 +244,17 @@ class Talk:
             raise ConfigError(f"{name} cannot write this: {first_line(error)}") from None
         return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
-    def _ends(self) -> dict[str, Any]:
-        """The tokens that end an answer: the model's, and the tokenizer's."""
+    def __post_init__(self) -> None:
+        """Of what a folder says of generation only the tokens that end an answer count, and the tokenizer's."""
         own = self.model.generation_config.eos_token_id
-        ends = {*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id} - {None}
+        known = (*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id)
+        ends = sorted({each for each in known if isinstance(each, int)})
         padding = self.tokenizer.pad_token_id
-        return {
-            "eos_token_id": sorted(ends) or None,
+        self._ends = {
+            "eos_token_id": ends or None,
             "pad_token_id": min(ends) if padding is None and ends else padding,
         }
+        self.model.generation_config = GenerationConfig()
 
 
 def opened(place: Place, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -287,7 +296,15 @@ def _opened(place: Place, tokens: Path, device: torch.device) -> tuple[Any, PreT
 def _adapted(model: Any, place: Place) -> Any:
     """``model`` with the adapters of ``place``."""
     try:
-        from peft import PeftModel
+        from peft import PeftModel, get_peft_model_state_dict
     except ImportError:
         raise ConfigError(f"{place.folder}: {needs('peft', 'lora')}") from None
-    return PeftModel.from_pretrained(model, str(place.folder))
+    try:
+        adapted = PeftModel.from_pretrained(model, str(place.folder))
+        with safe_open(place.folder / "adapter_model.safetensors", "pt") as file:
+            absent = sorted(get_peft_model_state_dict(adapted).keys() - set(file.keys()))
+    except Exception as error:
+        raise ConfigError(f"{place.folder}: cannot be loaded: {first_line(error)}") from None
+    if absent:
+        raise ConfigError(f"{place.folder}: has no weights for {len(absent)} tensors of its adapters: {absent[0]}")
+    return adapted

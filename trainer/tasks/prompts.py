@@ -11,7 +11,8 @@
 TRL's ORPO takes the fourth form so, and its other trainers refuse the last three; what it takes trains to its bits.
 hh-rlhf has the third form as text, ultrafeedback_binarized has the fourth.
 
-Refused: answers that share no beginning, or differ in a turn that is not the assistant's: those answer two prompts.
+Refused: answers that end with a turn that is none, share no beginning, or differ in a turn that is not the
+assistant's: those answer two prompts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) -
     if empty := [name for name in (*answers, "prompt") if row.get(name) == []]:
         return f"field {empty[0]!r} is an empty list"
     as_messages, prompt = list in kinds, row.get("prompt")
+    for name in answers if as_messages else ():
+        if row[name][-1].get("role") in ("user", "system"):
+            return f"field {name!r} ends with a turn of the {row[name][-1]['role']}, and not with an answer"
     if prompt is None:
         return _shared(row) if needed else dict(row)
     if isinstance(prompt, list) is as_messages:
