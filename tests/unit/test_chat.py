@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers import LlamaForSequenceClassification as Classifier
 
 from deepstow.launch import chat
 from deepstow.trainer.data import bounds
 from deepstow.trainer.data.tokenizer import trained
-from deepstow.trainer.errors import printable_lines
+from deepstow.trainer.errors import ConfigError, printable_lines
 from deepstow.trainer.machine.probe import Memory
 from deepstow.trainer.run import talk
 
@@ -80,6 +81,29 @@ def test_adapters_answer_on_their_base(saved: Path, tmp_path: Path, capsys: pyte
     wanted = by_hand(saved / "export", asked, reloaded.merge_and_unload())
     assert capsys.readouterr().out == printable_lines(f"{wanted}\n")
     assert wanted != by_hand(saved / "export", asked)
+
+
+def test_adapters_of_a_run_answer_on_the_base_in_4_bits_that_they_were_trained_on(saved: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(saved / "export")
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    adapted.save_pretrained(str(tmp_path / "export"))
+    (tmp_path / "config.yaml").write_text("model: {quantization_config: {load_in_4bit: true}}")
+    place = talk.place_of(tmp_path)
+    model, _ = talk.opened(place, torch.device("cpu"))
+    weights = {type(each).__name__ for name, each in model.named_parameters() if "q_proj.base_layer" in name}
+    assert weights == {"Params4bit"}
+
+
+def test_adapters_that_lack_a_tensor_are_refused(saved: Path, tmp_path: Path) -> None:
+    """They would answer as if that had not been trained."""
+    base = AutoModelForCausalLM.from_pretrained(saved / "export")
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"has no weights for 1 tensors of its adapters"):
+        talk.opened(talk.place_of(tmp_path), torch.device("cpu"))
 
 
 def test_without_a_template_the_text_is_continued(export: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import yaml
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
@@ -28,13 +29,14 @@ from transformers.utils import logging as transformers_logging
 from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.config.sections import QuantizationSection
 from deepstow.trainer.data import bounds
 from deepstow.trainer.distributed.exit_file import NAME as EXIT
 from deepstow.trainer.distributed.exit_file import code_in
 from deepstow.trainer.errors import MEANINGS, ConfigError, UserError, first_line, let_go, printable_lines
 from deepstow.trainer.machine.probe import host_memory
 from deepstow.trainer.model import folder as files
-from deepstow.trainer.model import hub
+from deepstow.trainer.model import hub, quantise
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.run.finished import NAME
 
@@ -58,6 +60,18 @@ class Place(NamedTuple):
     def model(self) -> str:
         """What has the weights of the model."""
         return self.base or str(self.folder)
+
+    @property
+    def quantized(self) -> dict[str, Any]:
+        """How the run has quantised the base of its adapters, by its config; empty if it did not."""
+        config = self.folder.parent / OF_RUNS[0]
+        if self.base is None or self.folder.name != NAME or not config.exists():
+            return {}
+        try:
+            found = yaml.safe_load(config.read_bytes())["model"].get("quantization_config")
+        except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{config}: cannot be read: {first_line(error)}") from None
+        return dict(found) if isinstance(found, dict) else {}
 
 
 def place_of(path: Path) -> Place:
@@ -160,6 +174,7 @@ def device_for(place: Place, wanted: str | None) -> torch.device:
         raise ConfigError(f"--device {wanted}: is no device that torch knows, as cpu, cuda or cuda:1") from None
     folders = [Path(place.model), place.folder]
     size = sum(path.stat().st_size for each in {*folders} if each.is_dir() for path in each.glob("*.safetensors"))
+    size //= 3 if place.quantized.get("load_in_4bit") else 1  # of 16 bits a quarter, but embedding and head are whole
     free = host_memory().available_bytes if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0]
     if size * BESIDE > free:
         what = f"{place.model}: takes {human(int(size * BESIDE))} on {device}, of which {human(free)} are free"
@@ -277,14 +292,18 @@ def _opened(place: Place, tokens: Path, device: torch.device) -> tuple[Any, PreT
         raise ConfigError(f"{tokens}: holds no tokenizer that can be loaded: {first_line(error)}") from None
     try:
         kind: Any = AutoModelForCausalLM
+        how: dict[str, Any] = {"dtype": "auto"}
+        if place.quantized:  # as it was trained
+            section = QuantizationSection.model_validate(place.quantized)
+            how = {"quantization_config": quantise.config_of(section), "device_map": {"": device}}
         model, about = kind.from_pretrained(
-            place.model, dtype="auto", use_safetensors=True, output_loading_info=True, **_options(place.model)
+            place.model, use_safetensors=True, output_loading_info=True, **how, **_options(place.model)
         )
         if missing := sorted(about["missing_keys"]):
             raise ConfigError(f"{place.model}: has no weights for {len(missing)} tensors of the model: {missing[0]}")
         if place.base is not None:
             model = _adapted(model, place)
-        return model.to(device).eval(), tokenizer
+        return (model if place.quantized else model.to(device)).eval(), tokenizer
     except ConfigError:
         raise
     except torch.OutOfMemoryError:
