@@ -30,10 +30,10 @@ mkdir -p runs/zero; [ {code} = none ] || echo '{{"code": {code}}}' > runs/zero/e
 
 
 def loads(words: list[str]) -> None:
-    """A command of launch/train.py whose config and overrides are good."""
-    script, flag, config, *overrides = words
-    assert (script, flag) == ("launch/train.py", "--config")
-    load(EXAMPLES.parents[1] / config, overrides)
+    """A command of the module that trains, whose shipped config and overrides are good."""
+    option, module, flag, config, *overrides = words
+    assert (option, module, flag) == ("-m", "deepstow.launch.train", "--config")
+    load(EXAMPLES.parents[1] / f"configs/{config}.yaml", overrides)
 
 
 @pytest.mark.parametrize("code", [*ExitCode, "none"])
