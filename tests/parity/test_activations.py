@@ -306,7 +306,7 @@ def test_memory_is_given_up_after_the_next_block() -> None:
     class Looking(Layer):
         def forward(self, x: Tensor) -> Tensor:
             if looks:
-                held.append((len({one.block for one in room._leaving}), len(room._coming)))
+                held.append((len({one.call for one in room._leaving}), len(room._coming)))
             return super().forward(x)
 
     model, looks = Stack(5), False
@@ -314,7 +314,7 @@ def test_memory_is_given_up_after_the_next_block() -> None:
     room, looks = hosting(model), True
     loss = model(rows(4)).sum()
     assert [blocks for blocks, _ in held] == [1, 2, 2, 2, 2]
-    assert {one.block for one in room._leaving} == {4}  # there is no next one
+    assert {one.call for one in room._leaving} == {4}  # there is no next one
     held.clear()
     loss.backward()
     # A replay has read its input, has two products yet to read, and three tensors of the block before arrive.

@@ -91,7 +91,7 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
     in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([Size(2)]) if staged else None
     found = Account(Models({degrees.size: parts()[degrees.size]}, in_stages)).of(degrees)
     tree = keys.written(degrees, COUNTED.tree())
-    tree["strategies"]["offload"] = {"site": "host", **given}
+    tree["strategies"]["offload"] = {"site": "host", "accumulation": "micro_batches", **given}
     plans = plans_of(build(tree), RANKS, CARD)
     assert found.device == pytest.approx(max(plan.peak(Tier.DEVICE) for plan in plans), rel=0.15)
     if not staged:

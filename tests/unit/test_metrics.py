@@ -167,7 +167,7 @@ def test_a_file_runs_once_and_its_functions_share_what_it_has(monkeypatch: pytes
 
 
 def test_the_functions_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "while-it-trains.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
     said: dict[str, Any] = {}
     exec(text.partition("```python\n")[2].partition("```")[0], said)
     logits, labels = torch.eye(4)[torch.tensor([[1, 2, 3, 0]])], np.array([[MASKED, 1, 3, 3]])

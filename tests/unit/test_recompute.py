@@ -143,7 +143,7 @@ def test_auto_weighs_the_link(link: float, sends: bool) -> None:
 def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, mib: int, sends: bool) -> None:
     """A fast link carries products and inputs, and saves making them again; a slow one is busy with weights."""
     rates = replace(FAST, gemm_fp32_flops_per_s=1e11, up_bytes_per_s=link, down_bytes_per_s=link)
-    given: dict[str, Any] = {"host_memory": "1TiB", "gpu_memory": mib * MIB}
+    given: dict[str, Any] = {"host_memory": "1TiB", "gpu_memory": mib * MIB, "accumulation": "micro_batches"}
     seconds = {}
     for allowed in ("auto", False):
         plan = planned(about(8, rates=rates), policy="auto", activation_offloading=allowed, offload=given)
@@ -155,7 +155,8 @@ def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, 
 
 
 def test_the_host_must_hold_it() -> None:
-    plan = planned(about(8, rates=FAST), policy="full", activation_offloading=True, offload={"host_memory": "1TiB"})
+    given = {"host_memory": "1TiB", "accumulation": "micro_batches"}
+    plan = planned(about(8, rates=FAST), policy="full", activation_offloading=True, offload=given)
     assert plan.addresses is not None and plan.hosted_bytes() > 7 * MIB
     assert plan.peak(Tier.HOST) == plan.addresses.num_bytes(Tier.HOST)
     assert plan.addresses.of("", Item.SAVED).num_bytes == plan.hosted_bytes()

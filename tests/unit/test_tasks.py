@@ -177,7 +177,7 @@ def test_bad_rows(task: str, row: dict[str, Any], line: str, words: Any, tmp_pat
 
 def test_what_is_wrong_is_said_once(words: Any, tmp_path: Path) -> None:
     """With the places of the first rows; of what is no matter of rows, with the key."""
-    chats = [{name: [{"role": "user", "content": "a"}] for name in GOOD["dpo"]}] * 9
+    chats = [{name: turns("a") if name == "prompt" else turns("a", "b")[1:] for name in GOOD["dpo"]}] * 9
     plain = deepcopy(words)
     plain.chat_template = None
     with pytest.raises(DataError) as refused:
@@ -376,7 +376,8 @@ def test_templates_that_trl_renders_are_bounded_before(
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr(words, "chat_template", "{% if messages | length > 2 %}" + loops + "{% endif %}x")
     turn = [{"role": "user", "content": "a text"}]
-    row = {"prompt": turn, "chosen": [{"role": "assistant", "content": "good"}] * 2, "rejected": turn}
+    bad = [{"role": "assistant", "content": "bad"}]
+    row = {"prompt": turn, "chosen": [{"role": "assistant", "content": "good"}] * 2, "rejected": bad}
     with pytest.raises(DataError, match=r"the tokenizer's chat template: one conversation takes over 0\.2 s to render"):
         made("dpo", [row], words, tmp_path)
 

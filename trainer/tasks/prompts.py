@@ -30,15 +30,22 @@ def carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) -
     """The row in a form that TRL takes, or a line about what is wrong. ``answers``: the names of its columns of
     answers; ``needed``: the task has to know where the prompt ends.
     """
+    found = _carried(row, answers, needed=needed)
+    if isinstance(found, str):
+        return found
+    for name in answers:
+        if isinstance(found[name], list) and (role := found[name][-1].get("role")) in ("user", "system"):
+            return f"field {name!r} ends with a turn of the {role}, and not with an answer"
+    return found
+
+
+def _carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) -> dict[str, Any] | str:
     kinds = {type(row[name]) for name in answers}
     if len(kinds) > 1:
         return f"{' and '.join(answers)} are not all text, or all lists of messages"
     if empty := [name for name in (*answers, "prompt") if row.get(name) == []]:
         return f"field {empty[0]!r} is an empty list"
     as_messages, prompt = list in kinds, row.get("prompt")
-    for name in answers if as_messages else ():
-        if row[name][-1].get("role") in ("user", "system"):
-            return f"field {name!r} ends with a turn of the {row[name][-1]['role']}, and not with an answer"
     if prompt is None:
         return _shared(row) if needed else dict(row)
     if isinstance(prompt, list) is as_messages:
