@@ -150,7 +150,9 @@ def bytes_at_rest(offloaded: Plan) -> None:
             "offload on 1 card, a host of 32 GiB and a disk": planned(*disk, host=32 << 30),
         }
     most = max(plan.peak(tier) for plan in cases.values() for tier in Tier)
-    left, scale, top = 84, (WIDTH - 84 - EDGE - 96) / most, 76.0
+    left = 84
+    top = 76.0
+    scale = (WIDTH - left - EDGE - 96) / most
     for name, plan in cases.items():
         drawing.text(EDGE, top + 20, name, size=22)
         rows = {tier.value: owners(plan, tier) for tier in Tier}

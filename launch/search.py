@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(arguments: argparse.Namespace) -> None:
     """Print the best ways to use all ranks."""
     asked = plan.asked_of(arguments)
-    config, machine, ranks = plan.config_of(arguments), plan.machine_of(arguments), plan.ranks_of(arguments)
+    config = plan.config_of(arguments)
+    machine = plan.machine_of(arguments)
+    ranks = plan.ranks_of(arguments)
     from deepstow.trainer.planning.hybrid import search
 
     lossy = arguments.lossy

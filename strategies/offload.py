@@ -251,18 +251,18 @@ class Offload(Strategy):
         run = facts.run
         if self.accumulation == "micro_batches" or run.accumulation == 1:
             return by(facts)
-        in_layers = replace(facts, run=replace(run, accumulation=1, together=run.accumulation))
+        in_layers = replace(facts, run=replace(run, accumulation=1, layerwise=run.accumulation))
         if self.accumulation == "layers":
-            if run.refuses_turns:
-                raise self._refusal("accumulation", f"{run.refuses_turns}; write micro_batches")
+            if run.not_layerwise:
+                raise self._refusal("accumulation", f"{run.not_layerwise}; write micro_batches")
             return by(in_layers)
         knows_times = facts.machine.rates is not None and run.forward_flops > 0
         # A weight that others read, too, would have its gradients added in another order. Blocks in several lists, as
         # of a vision tower, may not all run in each micro-batch.
         shared = run.tied or any(param.elsewhere or param.users for param in facts.params)
         lists = {unit.name.rpartition(".")[0] for unit in facts.units if unit.kind is UnitKind.BLOCK}
-        refused_turns = run.refuses_turns or shared or len(lists) > 1 or any(self._refuses_layers(run))
-        if refused_turns or not knows_times:
+        stays = run.not_layerwise or shared or len(lists) > 1 or any(self._refuses_layers(run))
+        if stays or not knows_times:
             return by(facts)
         plans, refused = [], []
         for known in (facts, in_layers):
@@ -293,8 +293,6 @@ class Offload(Strategy):
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"
-        if facts.run.together > 1:
-            reason += f"; all {facts.run.together} micro-batches of a step pass a layer before the next"
         if on_disk := disk_bytes(layout):
             reason += f"; {human(on_disk)} rest on the disk ({', '.join(layout.disk)})"
         if said := self.losses().bits:

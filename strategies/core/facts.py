@@ -177,8 +177,10 @@ class ModelNumbers:
     num_experts: int = 0  # of a layer; 0: there are none
     experts_per_token: int = 0
     positions: int = 0  # tokens of a row that the model is made for; 0: it says no number
-    refuses_turns: str = ""  # why micro-batches cannot take turns in each layer; empty: they can
-    reads_blocks: bool = False  # the loss reads more of the blocks than what the last one makes, as router losses do
+    not_layerwise: str = ""  # why micro-batches cannot pass layer by layer; empty: they can
+    loss_reads_blocks: bool = (
+        False  # the loss reads more of the blocks than what the last one makes, as router losses do
+    )
     sums: tuple[int, int, int] = (2, 2, 2)  # over tensor ranks, of a block: forward, backward, and if all runs again
 
 
@@ -196,7 +198,7 @@ class RunFacts(ModelNumbers):
     max_grad_norm: float
     precision: Precision
     world_size: int
-    together: int = 1  # micro-batches that take turns in each layer; all of an update, then ``accumulation`` is 1
+    layerwise: int = 1  # micro-batches that pass a layer before any goes on; else 1, and ``accumulation`` of an update
     autocast: Precision | None = None  # in which operators compute, where weights and gradients stay in ``precision``
     moments: int = 2  # fp32 numbers of optimizer state per trainable parameter; Adam keeps two
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
@@ -259,7 +261,7 @@ class RunFacts(ModelNumbers):
     @property
     def micro_batches(self) -> int:
         """Per update, of one copy of the model."""
-        return self.accumulation * self.together
+        return self.accumulation * self.layerwise
 
 
 # Per parameter, of an update on the host: master and two moments read and written (24), and the gradient clipped in

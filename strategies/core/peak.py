@@ -73,7 +73,7 @@ def passes_peak(units: Sequence[Saved], grads: Sequence[int], in_flight: int) ->
     return others + max(forward_peak(units), backward_peak(units, grads))
 
 
-def taking_turns(
+def layerwise_saved(
     units: Sequence[Saved], count: int, crossing: int, gradients: Sequence[int], *, keeps_heads: bool
 ) -> list[Saved]:
     """``units`` where ``count`` micro-batches take turns in each of them, the last of which is the head.

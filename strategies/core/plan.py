@@ -23,7 +23,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 from deepstow.strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from deepstow.strategies.core.facts import Tier as Tier  # part of the vocabulary of plans
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Addresses, Layout
-from deepstow.strategies.core.peak import Saved, host_room, passes_peak, taking_turns
+from deepstow.strategies.core.peak import Saved, host_room, layerwise_saved, passes_peak
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
@@ -275,12 +275,12 @@ class Plan:
     def passes_peak(self, kept: Sequence[Saved], landing: Sequence[int]) -> int:
         """The peak of forward and backward with what units save, and the gradients that each leaves where none were."""
         run = self.facts.run
-        if run.together > 1:
+        if run.layerwise > 1:
             streams = [unit.choices.stream_bytes for unit in self.facts.units if unit.choices is not None]
             width = 4 if run.autocast else run.precision.element_bytes
             crossing = max(streams, default=run.micro_batch * run.sequence * run.hidden_size * width)
             trained = [unit.num_trainable * run.precision.element_bytes for unit in self.facts.units]
-            kept = taking_turns(kept, run.together, crossing, trained, keeps_heads=run.reads_blocks)
+            kept = layerwise_saved(kept, run.layerwise, crossing, trained, keeps_heads=run.loss_reads_blocks)
         return passes_peak(kept, landing, run.in_flight)
 
     def transient_peak(self) -> int:
@@ -298,7 +298,7 @@ class Plan:
     def hosted_bytes(self) -> int:
         """Reserved on the host for saved tensors that wait there."""
         keeps = (self.keep(unit.name) for unit in self.facts.units)
-        return self.facts.run.together * sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
+        return self.facts.run.layerwise * sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
 
     def facts_as_kept(self) -> Facts:
         """The facts with what backward repeats and brings back from the host, as the cost of a step needs them."""

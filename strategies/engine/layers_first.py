@@ -105,17 +105,30 @@ class _Modes:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One micro-batch on its way through the model."""
+    """One micro-batch on its way through the model.
 
-    coroutine: greenlet
+    Args:
+        blocks: how many it has passed.
+        root: where its backward begins.
+        leaves: what its head reads in place of what the last block has made, and then the ``gradients`` of these.
+    """
+
+    work: Callable[[], Any]
     modes: _Modes
-    blocks: int = 0  # that it has passed
+    found: Any = None  # what ``work`` has returned
+    blocks: int = 0
     loss: Tensor | None = None
-    root: Tensor | None = None  # where its backward begins
-    ends: list[Node] = field(
-        default_factory=list
-    )  # leaves that its head reads in place of what the last block has made
-    gradients: list[Tensor | None] = field(default_factory=list)  # of these
+    root: Tensor | None = None
+    leaves: list[Node] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    coroutine: greenlet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coroutine = greenlet(self._run)
+        self.coroutine.gr_context = contextvars.copy_context()  # type: ignore[misc]
+
+    def _run(self) -> None:
+        self.found = self.work()
 
 
 class _Root(torch.autograd.Function):
@@ -182,23 +195,15 @@ class LayersFirst:
             return []
         with suppress(_ReadsMoreError):
             return self._run(works)
-        logger.info("the loss reads more of the blocks than what the last one makes: what heads save is kept")
+        logger.warning(
+            "the loss reads more of the blocks than what the last one makes: what heads save is kept, beyond the plan"
+        )
         self._keeps_heads = True
         return self._run(works)
 
     def _run(self, works: Sequence[Callable[[], R]]) -> list[R]:
-        found: list[Any] = [None] * len(works)
-
-        def taking(index: int) -> Callable[[], None]:
-            def take() -> None:
-                found[index] = works[index]()
-
-            return take
-
         ambient = _Modes.taken(self._device.type)
-        tasks = [_Task(greenlet(taking(index)), ambient) for index in range(len(works))]
-        for task in tasks:
-            task.coroutine.gr_context = contextvars.copy_context()  # type: ignore[misc]
+        tasks = [_Task(work, ambient) for work in works]
         self._hub = getcurrent()
         handles = list(self._attach())
         try:
@@ -224,7 +229,7 @@ class LayersFirst:
                 if self._room is not None:
                     self._room.end_rounds()
         self._backward(tasks, sums)
-        return found
+        return [task.found for task in tasks]
 
     def _attach(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
         """Stops at the borders of blocks, outside of all other hooks."""
@@ -281,8 +286,8 @@ class LayersFirst:
         gradients = torch.autograd.grad(task.loss, [GradientEdge(leaf, 0) for leaf in leaves], allow_unused=True)
         self._engine.end_head()
         found = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
-        task.gradients += [found.pop(end, None) for end in task.ends]
-        task.ends.clear()  # they hold what the last block has made
+        task.gradients += [found.pop(leaf, None) for leaf in task.leaves]
+        task.leaves.clear()  # they hold what the last block has made
         yield from found.items()
 
     def _backward(self, tasks: Sequence[_Task], sums: dict[Node, Tensor]) -> None:
@@ -363,7 +368,7 @@ class LayersFirst:
                 return tensor
             leaf = tensor.detach().requires_grad_()
             made.append(tensor)
-            task.ends.append(get_gradient_edge(leaf).node)
+            task.leaves.append(get_gradient_edge(leaf).node)
             return leaf
 
         found = tree_map_only(Tensor, leaf_of, output)

@@ -116,8 +116,8 @@ def stow(
         debug=place.debug,
     )
     optimizer = StowOptimizer(model, layout, place.addresses, params, rule, runtime, hosts=hosted_bytes > 0)
-    if plan.facts.run.together > 1:
-        optimizer.takes_turns(keeps_heads=plan.facts.run.reads_blocks)
+    if plan.facts.run.layerwise > 1:
+        optimizer.set_layerwise(keeps_heads=plan.facts.run.loss_reads_blocks)
     model.__dict__[STOWED] = optimizer
     chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()
@@ -187,7 +187,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self.access.keep_edits()
         self.engine.begin_forward()
 
-    def takes_turns(self, *, keeps_heads: bool) -> None:
+    def set_layerwise(self, *, keeps_heads: bool) -> None:
         """``backward_all`` lets micro-batches take turns in each layer; ``layers_first.py`` has the argument."""
         self.layers = LayersFirst(self._model, self.engine, self._room, keeps_heads=keeps_heads)
 

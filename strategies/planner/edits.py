@@ -48,7 +48,7 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
         request,
         2 * saved,
     )
-    if run.together == 1:  # else twice as much is saved at a time
+    if run.layerwise == 1:  # else twice as much is saved at a time
         longer = replace(run, accumulation=2 * run.accumulation)
         yield (
             f"training.gradient_accumulation_steps: {longer.accumulation} (a batch of twice as many)",

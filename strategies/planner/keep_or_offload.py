@@ -98,10 +98,10 @@ class _Search:
         self.at = cache(self._at)
         here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         # Where micro-batches take turns, a unit sends what all of them save at once.
-        others = [replace(each, spread=facts.run.together > 1) for each in others]
+        others = [replace(each, spread=facts.run.layerwise > 1) for each in others]
         self._curves = [TradeoffCurve(units, here)]
         if others:
-            spare = self._spare_bytes() // facts.run.together
+            spare = self._spare_bytes() // facts.run.layerwise
             self._curves += [TradeoffCurve(units, within_host(units, each, spare)) for each in others]
 
     def _spare_bytes(self) -> int:

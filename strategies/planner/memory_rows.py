@@ -142,7 +142,7 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
     """The bytes that belong to no unit: with the units' tensors they add up exactly to the arenas."""
     for tier in Tier:
         named = [(*SHARED[item], size) for item, size in _shared_bytes(layout, tier).items()]
-        hosted = plan.facts.run.together * sum(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units)
+        hosted = plan.facts.run.layerwise * sum(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units)
         saved = hosted if tier is Tier.HOST else 0
         if saved:
             named.append(("alignment of saved tensors", "room between saved tensors", plan.hosted_bytes() - saved))

@@ -123,7 +123,7 @@ def ticks_of_units(facts: Facts, rates: Rates) -> tuple[Tick, ...]:
     """The ticks of one micro-batch: they depend on no layout."""
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     ticks = [
-        Tick(f"forward {unit.name}", seconds, 0, facts.run.together * unit.hosted_bytes)
+        Tick(f"forward {unit.name}", seconds, 0, facts.run.layerwise * unit.hosted_bytes)
         for unit, seconds in zip(facts.units, forward, strict=True)
     ]
     pairs = zip(reversed(facts.units), reversed(backward), strict=True)
@@ -217,7 +217,7 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
         forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
         whole = forward if run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
         repeated_s = rates.seconds(unit.again, run.computes_in) + unpacking * (unit.again.flops > 0)
-        found.append((run.together * forward, run.together * (backward + whole + repeated_s)))
+        found.append((run.layerwise * forward, run.layerwise * (backward + whole + repeated_s)))
     return found
 
 

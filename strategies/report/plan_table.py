@@ -96,6 +96,7 @@ def lines(plan: Plan) -> list[str]:
     order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))
     found = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
     found += [_saved_line(plan, tier, saved[tier]) for tier in Tier if tier in saved]
+    found += order_of(plan)
     found += _buffer_lines(plan)
     return found + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
 
@@ -115,6 +116,12 @@ def _span(units: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]} x{len(names)}"
 
 
+def order_of(plan: Plan) -> list[str]:
+    """The order of a step's micro-batches, if it is not one after the other."""
+    count = plan.facts.run.layerwise
+    return [f"all {count} micro-batches of a step pass a layer before the next"] if count > 1 else []
+
+
 def _saved_line(plan: Plan, tier: Tier, saved: dict[UnitKind, list[Row]]) -> str:
     def total(some: Iterable[Row]) -> str:
         return human(sum(row.num_bytes for row in some))
@@ -122,7 +129,7 @@ def _saved_line(plan: Plan, tier: Tier, saved: dict[UnitKind, list[Row]]) -> str
     every = [row for some in saved.values() for row in some]
     parts = ", ".join(f"{_span(row.unit for row in some)} {total(some)}" for some in saved.values())
     why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in every))
-    times = plan.facts.run.in_flight * plan.facts.run.together
+    times = plan.facts.run.in_flight * plan.facts.run.layerwise
     each = f", for each of {times} micro-batches under way" if times > 1 else ""
     return f"{SAVED} on the {tier.value}{each}: {total(every)} ({parts}) [{why}]"
 

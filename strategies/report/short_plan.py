@@ -16,6 +16,7 @@ from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.budget import loading_bytes
 from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
 from deepstow.strategies.planner.tasks import Resource
+from deepstow.strategies.report.plan_table import order_of
 
 MOST, MOST_STRATEGIES, MOST_EDITS = 12, 4, 3  # lines
 LABEL = 16  # columns
@@ -227,6 +228,7 @@ def _stowed(plan: Plan, layout: Layout) -> Iterator[str]:
     shares = [f"{sizes[site] / trained:.0%} {words}" for site, words in UPDATED.items() if sizes[site]]
     if shares and parts:
         yield f"updates: {', '.join(shares)}"
+    yield from order_of(plan)
     if layout.moments_as != "fp32" or any(bucket.rounds for bucket in layout.buckets):
         yield f"not exact: moments in {layout.moments_as}"
 
@@ -238,7 +240,7 @@ def _recomputed(plan: Plan) -> str:
     again = [unit for unit in blocks if keeps[unit.name].recomputes]
     if not again:
         return ""
-    hosted = sum(keep.hosted_bytes for keep in keeps.values())
-    freed = sum(unit.saved_bytes - keeps[unit.name].saved_bytes for unit in again)
+    hosted = plan.hosted_bytes()
+    freed = plan.facts.run.layerwise * sum(unit.saved_bytes - keeps[unit.name].saved_bytes for unit in again)
     waits = f"; {human(hosted)} wait on the host" if hosted else ""
     return f"backward computes parts of {len(again)} of {len(blocks)} layers again, which frees {human(freed)}{waits}"

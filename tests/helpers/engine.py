@@ -187,7 +187,7 @@ def stowed(
     optimizer = stow(model, given, groups_of(model, groups), rule, **how)
     scheduler = schedule(optimizer) if schedule else None
     if layers:
-        optimizer.takes_turns(keeps_heads=keeps_heads)
+        optimizer.set_layerwise(keeps_heads=keeps_heads)
     torch.manual_seed(5)
     for window in _windows(batches, accumulation):
         waiting: dict[int, Tensor] = {}
@@ -300,7 +300,7 @@ class Made:
         addresses = place(layout)
         check(layout, addresses, params)
         here = SimpleNamespace(addresses=addresses, debug=debug)
-        run = SimpleNamespace(copies=ranks, adding_copies=ranks, two_level=0, together=1)
+        run = SimpleNamespace(copies=ranks, adding_copies=ranks, two_level=0, layerwise=1)
         return cls(layout, here, SimpleNamespace(run=run, units=()))
 
     def hosted_bytes(self) -> int:

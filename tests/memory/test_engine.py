@@ -64,7 +64,7 @@ def plan_of(
 ) -> Plan:
     """``LEAST``: at the budget that a refusal names. ``others``: options of further strategies."""
     facts = facts_of(name, dtype, norm)
-    facts = replace(facts, run=replace(facts.run, together=together))
+    facts = replace(facts, run=replace(facts.run, layerwise=together))
     if others:
         asked = {name: find(name).model_validate(given) for name, given in {"offload": options, **others}.items()}
         return compose(asked, facts)
@@ -89,7 +89,7 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
     live = Live()
     for step in range(steps):
         with live if step == steps - 1 else nullcontext():
-            losses = [lambda: model(input_ids=ids, labels=ids, attention_mask=mask).loss] * plan.facts.run.together
+            losses = [lambda: model(input_ids=ids, labels=ids, attention_mask=mask).loss] * plan.facts.run.layerwise
             optimizer.backward_all(losses)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()

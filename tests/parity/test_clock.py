@@ -66,7 +66,7 @@ def driven(model: nn.Module, plan: Plan, problem: Problem, clock: Clocked) -> tu
                for direction in ("forward", "backward")]  # fmt: skip
     drive(optimizer.engine, clock, *seconds)
     ends = []
-    count = plan.facts.run.together
+    count = plan.facts.run.layerwise
     for batch in tokens("llama", STEPS):
         before = clock.bytes_up
         optimizer.backward_all([lambda batch=batch: model(**batch).loss] * count)
@@ -87,7 +87,7 @@ def test_a_plan_takes_the_simulated_seconds(
 ) -> None:
     """Also where micro-batches take turns in each layer, and the link has the time of all of them."""
     model, facts = frozen_base(), counted()
-    facts = replace(facts, run=replace(facts.run, together=together))
+    facts = replace(facts, run=replace(facts.run, layerwise=together))
     factor *= together
     probe = planned(facts, site="device", weights="streamed", prefetch=0)
     assert probe.layout is not None

@@ -5,8 +5,10 @@ Rows as in ``test_engine.py``. Of nine batches the last window has fewer, unless
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +16,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
+from deepstow.strategies.engine.layers_first import LayersFirst
+from deepstow.strategies.planner.step_cost import plan_cost, traffic
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run.stowed_trainer import stowed as stowed_trainer
+from tests.helpers import small_runs
 from tests.helpers.doubles import Delayed
-from tests.helpers.engine import LR, differences, plain, plan_of, stowed
+from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
+from tests.helpers.fakes import GPU
 from tests.helpers.grid import FORBIDDEN, IN_LAYERS, NOT_PASSING, run, title
 from tests.helpers.models import build, causal, tokens
 from tests.helpers.pairwise import Row, Table
+from tests.unit.test_step_cost import FAST
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 COUNT = 4  # micro-batches of a step
@@ -108,9 +117,6 @@ def test_nothing_that_is_sent_finds_no_room() -> None:
 @pytest.mark.parametrize("tight", [False, True])
 def test_weights_cross_twice_and_gradients_once_whatever_the_accumulation(tight: bool) -> None:
     """And what is measured is what the plan says, also where the next weights wait for the address of these."""
-    from deepstow.strategies.planner.step_cost import traffic
-    from tests.unit.test_step_cost import FAST
-
     model = build("llama")
     options: dict[str, Any] = {"site": "host", "gradients": "host", "recompute": {"policy": "full"}}
     if tight:
@@ -167,7 +173,7 @@ def test_a_loss_that_reads_more_of_the_blocks(keeps: bool) -> None:
     wanted = plain(routed(), batches(), accumulation=COUNT, max_norm=0.5)
     model = routed()
     plan = made(model)
-    assert plan.facts.run.reads_blocks
+    assert plan.facts.run.loss_reads_blocks
     found = stowed(model, plan, batches(), accumulation=COUNT, max_norm=0.5, layers=True, keeps_heads=keeps)
     assert differences(wanted, found) == []
 
@@ -180,6 +186,68 @@ def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
         # Where contributions cancel, Adam moves a weight by the learning rate in either direction.
         assert torch.allclose(found.tensors[name], wanted.tensors[name], atol=3 * LR, rtol=0)
     assert torch.tensor(found.losses).allclose(torch.tensor(wanted.losses), rtol=1e-3)
+
+
+# --- runs and plans ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_config(tmp_path: Path) -> None:
+    """The export of plain training; the eight micro-batches of a pass make windows of three, three and two."""
+    small_runs.make_rows_and_model(tmp_path)
+    given = {"gradient_accumulation_steps": 3, "max_steps": 5}
+    layers = {"offload": {"site": "host", "weights": "streamed", "accumulation": "layers"}}
+    wanted = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "plain", {}, **given))
+    found = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "layers", {}, layers, **given))
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    said = (tmp_path / "layers" / "plan.txt").read_text()
+    assert "all 3 micro-batches of a step pass a layer before the next" in said
+
+
+def test_losses_of_a_window_that_ended_early_are_not_those_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every window runs, after a callback has stopped training inside of one."""
+    windows = list[int]()
+    run_of = LayersFirst.run
+
+    def noted(self: LayersFirst, works: Any) -> Any:
+        windows.append(len(works))
+        return run_of(self, works)
+
+    class Stops(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = control.should_epoch_stop = len(windows) == 1
+
+    monkeypatch.setattr(LayersFirst, "run", noted)
+    rows = [{name: value[0] for name, value in batch.items()} for batch in tokens("llama", 4)]
+    given = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
+        report_to="none", save_strategy="no", logging_steps=1,
+    )  # fmt: skip
+    kind: Any = stowed_trainer(Trainer, order="layers", site="host", weights="streamed")
+    trainer = kind(build("llama"), given, train_dataset=rows, callbacks=[Stops()])
+    trainer.train()
+    assert windows == [2]
+    trainer.train()
+    assert windows == [2, 2, 2]
+    trainer.stowed.close()
+
+
+def test_auto_takes_the_faster_order() -> None:
+    """Where the link is slow: once per step is sooner than twice per micro-batch. With a tied head bits come first."""
+    rates = replace(FAST, gemm_fp32_flops_per_s=1e9, up_bytes_per_s=1e6, down_bytes_per_s=1e6)
+    chosen = {}
+    for tied in (False, True):
+        facts = plan_for(build("llama", tied=tied), eval_rows=0, batch=(2, 8), max_grad_norm=1.0).facts
+        known = replace(facts, run=replace(facts.run, accumulation=COUNT), machine=replace(GPU, rates=rates))
+        plans = {
+            order: planned(known, site="host", weights="streamed", accumulation=order)
+            for order in ("micro_batches", "layers", "auto")
+        }
+        took = {order: cost.seconds for order, plan in plans.items() if (cost := plan_cost(plan)) is not None}
+        assert took["layers"] < took["micro_batches"]
+        chosen[tied] = plans["auto"].facts.run.layerwise, took["auto"]
+        assert chosen[tied] == ((1, took["micro_batches"]) if tied else (COUNT, took["layers"]))
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -244,7 +312,7 @@ def test_a_model_whose_micro_batches_cannot_take_turns(model: nn.Module, words: 
     options: dict[str, Any] = {"max_grad_norm": 1.0, "accumulation": 2, "batch": batch_of(), "eval_rows": 0}
     with pytest.raises(Refusal, match=f"accumulation = 'layers': .*{words}.*write micro_batches"):
         plan_for(model, order="layers", **options)
-    assert plan_for(model, order="auto", **options).facts.run.together == 1
+    assert plan_for(model, order="auto", **options).facts.run.layerwise == 1
 
 
 @pytest.fixture

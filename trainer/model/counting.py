@@ -361,7 +361,7 @@ class Counter(TorchDispatchMode):
         )
 
     @property
-    def refuses_turns(self) -> str:
+    def not_layerwise(self) -> str:
         """Why micro-batches cannot take turns in each block (``strategies/engine/layers_first.py``)."""
         reasons = {
             "the model has no blocks": not self.blocks,

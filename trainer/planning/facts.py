@@ -88,8 +88,8 @@ def gather(
     """
     whole = counted(config, masked=masked)
     run = run_facts(config, world_size)
-    if refused := _refuses_turns(config):
-        whole = replace(whole, refuses_turns=refused)
+    if refused := _not_layerwise(config):
+        whole = replace(whole, not_layerwise=refused)
     if config.prune is not None and not config.prune.is_structured:
         sizes = pruned.sizes(config.prune, whole.units, whole.params)
         if not sizes:
@@ -98,7 +98,7 @@ def gather(
     return facts_of(whole, run, config.strategies, machine, local_world_size)
 
 
-def _refuses_turns(config: RunConfig) -> str:
+def _not_layerwise(config: RunConfig) -> str:
     """Why micro-batches cannot take turns in each layer, of what a count of one forward does not show."""
     kwargs = config.training.gradient_checkpointing_kwargs or config.training.activation_checkpointing_kwargs or {}
     reasons = {
@@ -352,8 +352,8 @@ def count_of(
         tied=tensor_share.is_tied(model),
         untied=getattr(model, "untied", ()),
         written=tuple(sorted(found.written)),
-        refuses_turns=found.refuses_turns,
-        reads_blocks=bool(getattr(text, "output_router_logits", False)),
+        not_layerwise=found.not_layerwise,
+        loss_reads_blocks=bool(getattr(text, "output_router_logits", False)),
         head_words=tensor_share.head_words(model),
         num_experts=max(experts, default=0),
         experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,

@@ -149,8 +149,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._plan, self._folder, self._shown, self._without_mask = plan, folder, shown, without_mask
         self._evaluating, self._evaluated = evaluating, False
-        self._in_turns = plan.facts.run.together > 1  # other micro-batches run between the borders of a block
-        self._countable = not recomputes and deepspeed.stage(plan) != 3 and not self._in_turns
+        self._layerwise = plan.facts.run.layerwise > 1  # other micro-batches run between the borders of a block
+        self._countable = not recomputes and deepspeed.stage(plan) != 3 and not self._layerwise
         self._storages: dict[int, int] = {}
         self._masked, self._tokens = True, 0  # of the micro-batch that is counted: it needs a mask; tokens in a row
         self._timed = range(FIRST, LAST + 1) if plan.layout else range(0)
@@ -166,7 +166,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     def counting(self, model: nn.Module, step: int) -> Iterator[None]:
         """Count inside what autograd saves (in step 1) or time blocks (in some steps after it)."""
         counts = step == COUNTED - 1 and self._countable and not self._storages
-        times = step + 1 in self._timed and self._clock is None and not self._in_turns
+        times = step + 1 in self._timed and self._clock is None and not self._layerwise
         if model.training and counts:
             with model.register_forward_pre_hook(self._look, with_kwargs=True), count_saved(model) as self._storages:
                 yield

@@ -178,12 +178,12 @@ def _put(owner: Owner, name: str, value: Any) -> None:
 
 
 def attributes(model: nn.Module) -> dict[tuple[str, str], tuple[Any, object]]:
-    """What modules hold besides parameters, modules and hooks, with the versions of tensors and the sizes of lists."""
+    """What modules hold besides parameters, modules, hooks and their mode: values, versions of tensors, sizes of lists."""
     found: dict[tuple[str, str], tuple[Any, object]] = {}
     for path, module in model.named_modules():
         for owner in (module._buffers, module.__dict__):
             for name, value in owner.items():
-                if "_hooks" in name:  # torch's, some of which remove themselves
+                if "_hooks" in name or name == "training":  # some hooks remove themselves; a Trainer sets the mode
                     continue
                 mark = _version(value) if _is_state(value) else len(value) if value.__class__ in SIZED else None
                 found[path, name] = value, mark
