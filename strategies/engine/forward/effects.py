@@ -178,7 +178,7 @@ def _put(owner: Owner, name: str, value: Any) -> None:
 
 
 def attributes(model: nn.Module) -> dict[tuple[str, str], tuple[Any, object]]:
-    """What modules hold besides parameters, modules, hooks and their mode: values, versions of tensors, sizes of lists."""
+    """What modules hold besides parameters, modules, hooks and their mode, with versions of tensors, sizes of lists."""
     found: dict[tuple[str, str], tuple[Any, object]] = {}
     for path, module in model.named_modules():
         for owner in (module._buffers, module.__dict__):
