@@ -23,7 +23,7 @@ from typing import Any
 NO_PROMPT = "write the prompt in a column of its own, and name it in data.columns if it is not called prompt"
 APART = f"chosen and rejected do not begin alike, so they hold no prompt; {NO_PROMPT}"
 TWO_PROMPTS = f"chosen and rejected must have the same turns up to the assistant's last one; {NO_PROMPT}"
-ELSEWHERE = "the prompt is none of the turns before the answers; write it as messages, or leave it out of data.columns"
+ELSEWHERE = "the prompt is none of the turns before the answers; write it as messages, or leave its column out"
 
 
 def carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) -> dict[str, Any] | str:
@@ -56,7 +56,7 @@ def _carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) 
     if first == {"assistant"}:
         return {**row, "prompt": [{"role": "user", "content": prompt}]}
     found = _shared(row) if len(answers) > 1 else _before_last(row, *answers)
-    if isinstance(found, dict) and prompt.strip() not in [turn["content"].strip() for turn in found["prompt"]]:
+    if isinstance(found, dict) and prompt.strip() not in [str(turn.get("content")).strip() for turn in found["prompt"]]:
         return ELSEWHERE
     return found
 
