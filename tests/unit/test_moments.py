@@ -120,8 +120,8 @@ def test_errors_in_int8_beside_those_of_bitsandbytes(spread: float) -> None:
 @pytest.mark.parametrize("times", [1, 100, 1000])
 def test_an_input_that_is_much_larger_than_the_others(times: int) -> None:
     """One feature of 256 is so many times larger, so each block of the gradients has one such number. What 300 updates
-    did to the weights differs from fp32's by a part of it: 0.08, 0.12 and up to 0.74 in benchmarks/records, where
-    multiples of a step in the place of squares have 0.09, 0.5 and 2.3.
+    did to the weights differs from fp32's by a part of it: 0.08, 0.12 and up to 0.74 in
+    benchmarks/records/moments.md, where multiples of a step in the place of squares have 0.09, 0.5 and 2.3.
     """
     exact, start = trained_on(times, None)
     found, _ = trained_on(times, "int8")
