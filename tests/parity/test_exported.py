@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from deepstow.trainer.config.exporter import EXPORTERS
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
@@ -17,7 +18,7 @@ from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
 from deepstow.trainer.run import exported, further
 from deepstow.trainer.run import run as runs
-from deepstow.trainer.run.export import ExportError
+from deepstow.trainer.run.export import ExportError, after
 from tests.helpers.tiny import LLAMA, VOCAB
 from tests.helpers.trainers import tokenizer
 
@@ -60,7 +61,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_of().save_pretrained(folder / "exact")
     (folder / "exact" / "README.md").write_text("---\ntags: [deepstow]\n---\n\n# Exact\n")
     (folder / "program").mkdir()
-    exported.make(config_of(folder / "run"), folder / "exact", folder / "program")
+    said = EXPORTERS["torch_export"].export(folder / "exact", folder / "program", config_of(folder / "run"))
+    after(folder / "exact", said).save(folder / "program" / "README.md")
     return folder / "program"
 
 
@@ -88,7 +90,7 @@ def test_another_program_is_not_kept(tmp_path: Path, program: Path, monkeypatch:
     other = torch.export.load(program / "model.pt2")
     monkeypatch.setattr(exported, "program_of", lambda model: other)
     with pytest.raises(ExportError, match="logits of the program differ by"):
-        exported.make(config_of(tmp_path / "run"), tmp_path, tmp_path)
+        EXPORTERS["torch_export"].export(tmp_path, tmp_path, config_of(tmp_path / "run"))
 
 
 def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r'export.format = "torch_export": torch cannot export a mamba model: UserError: Con'
     ):
-        exported.refuse(config_of(tmp_path, config=mamba))
+        further.refuse(config_of(tmp_path, config=mamba))
     with pytest.raises(ConfigError, match="adapters are exported without their base, which export needs"):
         config_of(tmp_path, config=None, name_or_path="some", lora={"r": 2})
 
@@ -118,7 +120,7 @@ def test_onnx(tmp_path: Path) -> None:
     model, ids = model_of(), torch.randint(VOCAB, (4, 29))
     model.save_pretrained(tmp_path)
     (tmp_path / "README.md").write_text("---\ntags: [deepstow]\n---\n\n# Exact\n")
-    exported.make(as_onnx(tmp_path), tmp_path, tmp_path)
+    EXPORTERS["onnx"].export(tmp_path, tmp_path, as_onnx(tmp_path))
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     session = runtime.InferenceSession(tmp_path / "model.onnx")

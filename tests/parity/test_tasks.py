@@ -196,8 +196,7 @@ def of_trl(task: str, rows: str, bits: Any = None, **said: Any) -> Callable[...,
     def make(base: str, folder: str, lora: Any) -> Any:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig, set_seed
 
-        from deepstow.trainer.tasks.table import TASKS
-        from deepstow.trainer.tasks.task import loaded
+        from deepstow.trainer.tasks.task import TASKS, loaded
 
         kind, arguments = (loaded(name) for name in (TASKS[task].trainer, TASKS[task].arguments))
         more = {"peft_config": lora("SEQ_CLS" if task == "reward" else "CAUSAL_LM")} if lora else {}

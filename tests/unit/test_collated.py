@@ -15,7 +15,7 @@ from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning.facts import count_model
 from deepstow.trainer.run.collated import collated
 from deepstow.trainer.run.plan_check import count_saved
-from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import TASKS
 from tests.helpers.tiny import QWEN3, VOCAB, run_config
 
 ROWS, LONGEST = 4, 64  # of a micro-batch; ``data.max_length``

@@ -20,6 +20,7 @@ from deepstow.trainer.config.sections import DataSection
 from deepstow.trainer.data import prepare, sources
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.errors import ConfigError, DataError, ExitCode
+from deepstow.trainer.formats.reader import READERS
 
 VOCAB = 320
 
@@ -70,7 +71,7 @@ CASES = [
         "data.columns: text: 'bodi' is not in d.jsonl; found: body; did you mean 'body'?"),
     case("ambiguous", {"d.jsonl": jsonl({"text": "x", "instruction": "y", "output": "z"})}, {},
         "d.jsonl: columns text, instruction, output fit text and instruction; "
-        "say which with data.columns, e.g. {text: text}"),
+        "say which with data.format, or data.columns, e.g. {text: text}"),
     case("field missing in a row", {"d.jsonl": jsonl(OK, {"id": 3})}, {},
         "d.jsonl:2: field 'text' is missing; found: id"),
     case("first row without fields", {"d.jsonl": jsonl({}, OK)}, {},
@@ -265,7 +266,7 @@ def test_bad_data(
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
-@given(st.sampled_from(sources.SUFFIXES), st.lists(st.sampled_from(PIECES), max_size=30).map(b"".join))
+@given(st.sampled_from(tuple(READERS)), st.lists(st.sampled_from(PIECES), max_size=30).map(b"".join))
 def test_any_bytes_are_data_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, suffix: str, content: bytes
 ) -> None:

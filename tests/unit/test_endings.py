@@ -21,7 +21,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def prepared(ids: list[int], labels: list[int], form: str = "messages") -> Prepared:
     rows = Dataset.from_list([{"input_ids": ids, "labels": labels}] * 2)
-    return Prepared(rows, None, form, Contents(fingerprint="rows"))
+    return Prepared(rows, None, form, Contents(fingerprint="rows"), chats=form == "messages")
 
 
 def test_what_is_said(words: Any) -> None:

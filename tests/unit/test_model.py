@@ -14,7 +14,7 @@ from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import status_bytes
 from deepstow.trainer.model.build import build, load_config
 from deepstow.trainer.model.undisturbed import in_fork
-from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import TASKS
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
 
 UNTIED = {name: {**config, "tie_word_embeddings": False} for name, config in MODELS.items()}

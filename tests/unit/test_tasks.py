@@ -14,7 +14,6 @@ from datasets import Dataset
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM
 
 from deepstow.strategies.parallel.deepspeed import ds_config
-from deepstow.trainer.config.conflicts import OWN_LOSS
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.config.sections import LoraSection, QuantizationSection, RunConfig
 from deepstow.trainer.data import bounds, rows
@@ -30,7 +29,7 @@ from deepstow.trainer.tasks import embedding, preference
 from deepstow.trainer.tasks import task as tasks
 from deepstow.trainer.tasks.classification import METRICS, accuracy_and_f1, mean_error, problem_of, rows_and_f1
 from deepstow.trainer.tasks.seq2seq import texts_alike
-from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import TASKS
 from deepstow.trainer.verify import verify
 from tests.e2e.commands import write_jsonl
 from tests.helpers.tiny import LLAMA, run_config
@@ -390,7 +389,7 @@ def test_smoothed_labels_are_planned_or_refused_with_the_config(task: str) -> No
     tree: dict[str, Any] = {"task": task, "model": model | ({"labels": ["a", "b"]} if task == "classification" else {})}
     tree |= {"data": {"path": "x", "max_length": 8}, "strategies": {"offload": {}}}
     tree |= {"training": {"output_dir": "x", "learning_rate": 1e-3, "max_steps": 1, "use_cpu": True}}
-    if task in OWN_LOSS:
+    if TASKS[task].own_loss:
         with pytest.raises(ConfigError, match=f"label_smoothing_factor = 0.1: the loss of task {task} does not take"):
             load_tree({**tree, "training": {**tree["training"], **smoothing}})
         return
@@ -443,7 +442,7 @@ def test_the_head_that_is_counted_is_the_task_s() -> None:
 
 
 def test_a_model_of_another_kind() -> None:
-    tasks_of = "its tasks are sft, pretrain, dpo, orpo, kto, reward, classification, embedding"
+    tasks_of = "its tasks are classification, embedding, dpo, kto, reward, orpo, sft, pretrain"
     with pytest.raises(ConfigError, match=f'task = "seq2seq": llama models are not for it: .*; {tasks_of}$'):
         from_config.plan_of(config_of("seq2seq"), Ranks(), probe())
 
@@ -464,7 +463,7 @@ def test_a_model_of_another_kind() -> None:
         ),
         ("reward", {"model_type": "bart"}, "bart models find the end of a text by its values"),
         ("sft", {"model_type": "t5"}, "t5 models are not for it: .*; its tasks are seq2seq$"),
-        ("seq2seq", {"model_type": "bert"}, ".*; its tasks are reward, classification, embedding$"),
+        ("seq2seq", {"model_type": "bert"}, ".*; its tasks are classification, embedding, reward$"),
     ],
 )
 def test_models_that_no_plan_or_task_can_have(task: str, model: dict[str, Any], line: str | None) -> None:

@@ -21,7 +21,7 @@ from deepstow.trainer.model import build
 from deepstow.trainer.model.params import decay_groups
 from deepstow.trainer.planning.facts import cast_weights, config_of, gather
 from deepstow.trainer.planning.plan_for import plan_for
-from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import TASKS
 from tests.helpers.tiny import GPT2, HEADS, LLAMA, MIXTRAL, run_config
 
 ROWS = 3

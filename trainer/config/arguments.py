@@ -7,27 +7,33 @@ errors (``logging_nan_inf_filter``), and what breaks exact resuming (``ignore_da
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from deepstow.strategies.core.optimizers import refuse_optimizer
 from deepstow.strategies.core.protocol import COMPILE_KEYS
+from deepstow.trainer.registry import LIKE, REFERENCE, Registry
+from deepstow.trainer.tasks.preference import DpoLoss, KtoLoss
 
 
 class Allowed(str):
     """Metadata that describes a type whose generated words would be clumsy: ``Annotated[..., Allowed("...")]``."""
 
 
-class For(frozenset[str]):
-    """Metadata of a key that only some tasks have: ``Annotated[..., For(["dpo", "kto"])]``."""
-
-
 class Section(BaseModel):
     """Base of all sections: frozen, without unknown keys; only whole numbers are converted, to floats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def one_of(registry: Registry[Any]) -> Any:
+    """The type of a name of the registry, or of module:Class."""
+    names, like = registry.names(), LIKE.format(f"My{registry.base.__name__}")
+    reference = Annotated[str, Field(pattern=f"^{REFERENCE}$")]
+    return Annotated[Literal[names] | reference, Allowed(f"one of {', '.join(names)}, or {like}")]
 
 
 def option(description: str, default: object = None) -> Any:
@@ -62,6 +68,21 @@ CompileBackend = Literal["inductor", "aot_eager"]
 Function = Annotated[
     str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), Allowed("module:function, as in my_metrics:accuracy")
 ]
+
+
+def _has_class(given: Any) -> Any:
+    """A callback: a reference, or a mapping with one under ``class``."""
+    name = given.get("class") if isinstance(given, dict) else given
+    if not (isinstance(name, str) and re.fullmatch(REFERENCE, name)):
+        raise ValueError(f"must be {CALLBACKS}")
+    return given
+
+
+CALLBACKS = "a list, each module:Class or a mapping {class: module:Class, ARGUMENT: VALUE, ...}"
+Callbacks = Annotated[list[Annotated[Any, AfterValidator(_has_class)]], Allowed(CALLBACKS)]
+Reference = Annotated[
+    str, Field(pattern=f"^{REFERENCE}$"), Allowed("module:Class, as in my_module:MyClass or folder/my_file.py:MyClass")
+]
 Start = Literal["fork", "spawn", "forkserver"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
@@ -81,14 +102,6 @@ Optimizer = Annotated[
     BeforeValidator(refuse_optimizer),
 ]
 
-# Losses of TRL's trainers; those that need further options are left out.
-DpoLoss = Literal[
-    "sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
-    "discopop", "sft", "sigmoid_norm",
-]  # fmt: skip
-KtoLoss = Literal["kto", "apo_zero_unpaired"]
-KTO_LOSSES: tuple[str, ...] = get_args(KtoLoss)
-
 # Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
 # Both are accepted in the config, and the old one, which every supported release understands, is passed on.
 RENAMED: Mapping[str, str] = {
@@ -103,7 +116,7 @@ REPEATS = frozenset(["full_determinism"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
     {"allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"}
-    | {"compute_metrics", "preprocess_logits_for_metrics", "live"}
+    | {"compute_metrics", "preprocess_logits_for_metrics", "live", "callbacks"}
 )
 
 
@@ -194,6 +207,7 @@ class TrainingSection(Section):
     )
     compute_metrics: Function | None = option("Function for further metrics of an evaluation, as Hugging Face's.")
     preprocess_logits_for_metrics: Function | None = option("Function that says what of the logits is kept for it.")
+    callbacks: Callbacks | None = option("Callbacks of your own (deepstow docs extending).")
     resume_from_checkpoint: Resume | None = option("Folder to resume from; true or auto for the newest valid one.")
     allow_change: list[Changeable] = option("What a resumed run may do differently although the result changes.", [])
     overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
@@ -214,27 +228,23 @@ class TrainingSection(Section):
         "Seconds before a silent collective, rank or loading process ends the run; not set means 1800."
     )
 
-    # Of the arguments of a task's trainer.
-    beta: Annotated[Positive | None, For(["dpo", "orpo", "kto"])] = option(
+    # Of the arguments of a task's trainer; ``Task.keys`` says whose.
+    beta: Positive | None = option(
         "dpo, kto: how strongly the model is held near the reference; orpo: weight of the odds ratio."
     )
-    loss_type: Annotated[DpoLoss | KtoLoss | None, For(["dpo", "kto"])] = option("dpo, kto: the loss, by TRL's names.")
-    precompute_ref_log_probs: Annotated[bool | None, For(["dpo", "kto"])] = option(
+    loss_type: DpoLoss | KtoLoss | None = option("dpo, kto: the loss, by TRL's names.")
+    precompute_ref_log_probs: bool | None = option(
         "dpo, kto: what the reference says is computed once, before training; always so without model.lora."
     )
-    desirable_weight: Annotated[Positive | None, For(["kto"])] = option("kto: weight of rows whose label is true.")
-    undesirable_weight: Annotated[Positive | None, For(["kto"])] = option("kto: weight of rows whose label is false.")
-    center_rewards_coefficient: Annotated[Positive | None, For(["reward"])] = option(
-        "reward: how strongly the mean of rewards is held at zero."
-    )
-    disable_dropout: Annotated[bool | None, For(["dpo", "orpo", "kto", "reward"])] = option(
-        "dpo, orpo, kto, reward: no dropout; TRL's default is true."
-    )
-    predict_with_generate: Annotated[bool | None, For(["seq2seq"])] = option(
+    desirable_weight: Positive | None = option("kto: weight of rows whose label is true.")
+    undesirable_weight: Positive | None = option("kto: weight of rows whose label is false.")
+    center_rewards_coefficient: Positive | None = option("reward: how strongly the mean of rewards is held at zero.")
+    disable_dropout: bool | None = option("dpo, orpo, kto, reward: no dropout; TRL's default is true.")
+    predict_with_generate: bool | None = option(
         "seq2seq: evaluations generate, and compare the texts with those of the data."
     )
-    generation_max_length: Annotated[Count | None, For(["seq2seq"])] = option("seq2seq: tokens generated at most.")
-    generation_num_beams: Annotated[Count | None, For(["seq2seq"])] = option("seq2seq: beams of generation.")
+    generation_max_length: Count | None = option("seq2seq: tokens generated at most.")
+    generation_num_beams: Count | None = option("seq2seq: beams of generation.")
 
     @property
     def recomputes(self) -> bool:
@@ -250,12 +260,6 @@ class TrainingSection(Section):
     def compile_key(self) -> str | None:
         """The first key that says so. As in Hugging Face's, any of them does it."""
         return next((key for key in COMPILE_KEYS if getattr(self, key)), None)
-
-    @classmethod
-    def of_tasks(cls) -> dict[str, frozenset[str]]:
-        """The keys that only some tasks have, with these tasks."""
-        marks = ((name, mark) for name, field in cls.model_fields.items() for mark in field.metadata)
-        return {name: mark for name, mark in marks if isinstance(mark, For)}
 
     def arguments(self) -> dict[str, object]:
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s, and those

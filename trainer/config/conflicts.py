@@ -6,7 +6,7 @@ every comparison false, so that one mistake is never reported twice. Checks ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepstow.strategies.core.compatibility import parts_of, values_in
@@ -14,30 +14,20 @@ from deepstow.strategies.core.optimizers import options_of
 from deepstow.strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
 from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config import smaller
-from deepstow.trainer.config.arguments import KTO_LOSSES, TrainingSection
-from deepstow.trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
 from deepstow.trainer.config.yaml_file import MISSING, Fault
+from deepstow.trainer.formats.format import FORMATS
+from deepstow.trainer.tasks.task import TASKS, Task
+from deepstow.trainer.values import KEEP_ONE, NOT_THEIRS, OFF, WRONG, Found, Values
 
-OFF = (None, False)  # and 0, 0.0, which are equal to False
 PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
 PYDOC = ("text", "pairs", "labels", "preferences", "ratings")
-OF_LANGUAGE = (
-    "datasets",
-    "packing",
-    "excess_length_strategy",
-    "completion_only_loss",
-    "assistant_only_loss",
-    "streaming",
+FIELDS = tuple(  # of rows, in the tree
+    dict.fromkeys(
+        [name for each in FORMATS.values() for name in each.required + each.optional]
+        + [field.name for task in TASKS.values() for field in task.fields]
+    )
 )
-PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers
-_OF_TOKENS = ("loss", "perplexity", "tokens")
-METRICS = {  # of evaluations, where none are added
-    "sft": _OF_TOKENS,
-    "pretrain": _OF_TOKENS,
-    "seq2seq": (*_OF_TOKENS, "exact_match", "gen_len"),
-    "classification": ("loss", "accuracy", "f1", "mae"),
-}
-OWN_LOSS = (*PREFERENCES, "embedding")  # tasks whose losses do not have ...
+MAPPED = f"a mapping from our fields ({', '.join(FIELDS)}) to columns"
 OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 KEEPS = "preprocess_logits_for_metrics"
 EVALUATE = "write training.eval_strategy = steps or epoch"
@@ -48,11 +38,31 @@ KEPT_INPUTS = (
 
 
 def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
-    """Every conflict among the values of all sections; ``strategies`` has the options of those that are on."""
+    """Every conflict among the values of all sections; ``strategies`` has the options of those that are on. What a task
+    from outside says is left to ``of_task``, since its code would run for it.
+    """
     m, d, t = (sections[name] for name in ("model", "data", "training"))
-    task = sections["task"].name
-    found = [*_model(m, d, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
-    found += [*_task(task, m, t), *_quantised(task, m, t), *smaller.conflicts(task, sections), *_compiled(task, m, t)]
+    found = [
+        *_model(m, d, t),
+        *_data(d, t),
+        *_training(d, t),
+        *_strategies(sections),
+        *_quantised(m, t),
+        *_compiled(m, t),
+    ]
+    found += smaller.conflicts(sections)
+    name = sections["task"].name if isinstance(sections["task"].name, str) else ""
+    if name in TASKS:  # what fields others have is seen with their code
+        found += _columns(d)
+    return _faults(sections, found) + of_task(TASKS.get(name), sections)
+
+
+def of_task(task: Task | None, sections: Mapping[str, Values]) -> list[Fault]:
+    """Every conflict with the task; None: it is not known yet, or wrong."""
+    return [] if task is None else _faults(sections, [*_keys_of(task, sections), *smaller.of_task(task, sections)])
+
+
+def _faults(sections: Mapping[str, Values], found: Iterable[tuple[str, str]]) -> list[Fault]:
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -110,7 +120,7 @@ def _model(m: Values, d: Values, t: Values) -> Found:
         yield "training.bf16", "cannot go with model.dtype = float16; write bfloat16 there, or training.fp16"
 
 
-def _quantised(task: str, m: Values, t: Values) -> Found:
+def _quantised(m: Values, t: Values) -> Found:
     key, q = "model.quantization_config", m.quantization_config
     if not isinstance(q, dict):
         return
@@ -122,24 +132,19 @@ def _quantised(task: str, m: Values, t: Values) -> Found:
     elif isinstance(m.lora, dict) and m.lora.get("use_dora"):
         what = "PEFT dequantises the whole weight of every layer for it, which cannot be planned"
         yield "model.lora.use_dora", f"cannot go with model.quantization_config: {what}; {KEEP_ONE}"
-    if task in PREFERENCES and t.fp16:
-        yield "training.fp16", f"task {task}: TRL trains adapters of a quantised base in bfloat16; write training.bf16"
-    lora = m.lora if isinstance(m.lora, dict) else {}
-    in_full = task == "reward" or lora.get("modules_to_save") or lora.get("bias", "none") != "none"
-    if task in ("dpo", "kto", "reward") and in_full and t.bf16 in OFF and t.fp16 in OFF and m.dtype == "float32":
-        what = "TRL has what is trained in full in bfloat16 beside a quantised base, and its inputs in float32"
-        yield "training.bf16", f"task {task}: {what}; write true"
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if eight and t[name]:
             yield f"training.{name}", KEPT_INPUTS
 
 
-def _compiled(task: Any, m: Values, t: Values) -> Found:
-    given = [f"training.{key}" for key in COMPILE_KEYS if t[key] not in (*OFF, WRONG)]
+def _compiles(t: Values) -> list[str]:
+    return [f"training.{key}" for key in COMPILE_KEYS if t[key] not in (*OFF, WRONG)]
+
+
+def _compiled(m: Values, t: Values) -> Found:
+    given = _compiles(t)
     if not given:
         return
-    if task not in (*LANGUAGE, WRONG):
-        yield given[0], f"rows of task {task} have many lengths, and each would be compiled anew; leave it out"
     if t.torch_compile_mode == "default" and t.torch_compile_backend not in (None, "inductor", WRONG):
         yield "training.torch_compile_mode", "is inductor's; leave it out"
     for checkpointing in ("gradient_checkpointing", "activation_checkpointing"):
@@ -183,81 +188,55 @@ def _data(d: Values, t: Values) -> Found:
             yield "data.name", _pydoc_names()
 
 
+def _columns(d: Values) -> Found:
+    """Fields that nothing in the tree has, where nothing from outside is asked for them."""
+    several = d.datasets if isinstance(d.datasets, list) else []
+    for at, one in {"data": d, **{f"data.datasets.{index}": each for index, each in enumerate(several)}}.items():
+        given, format = one.get("columns"), one.get("format") or d.format
+        if isinstance(given, dict) and (format is None or format in FORMATS) and {*given} - {*FIELDS}:
+            yield f"{at}.columns", f"must be {MAPPED}"
+
+
 def _pydoc_names() -> str:
     return f"must be {', '.join(PYDOC[:-1])} or {PYDOC[-1]}, since the path is pydoc"
 
 
-def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
-    """Keys that this task does not have."""
-    if task is WRONG:
-        return
+def _keys_of(task: Task, sections: Mapping[str, Values]) -> Found:
+    """Keys that this task does not have, and what it says itself of those that it has."""
     m, d, t = (sections[name] for name in ("model", "data", "training"))
-    for key, tasks in TrainingSection.of_tasks().items():
-        if task not in tasks and t[key] is not None and t[key] is not WRONG:
-            yield (
-                f"training.{key}",
-                f"task {task} has no such key, it is for {' and '.join(sorted(tasks))}; leave it out",
-            )
-    for key in OF_LANGUAGE:
-        if d[key] and task not in LANGUAGE:
-            yield f"data.{key}", f"is for task sft and pretrain, and this is {task}; leave it out"
-    if d.max_target_length and task != "seq2seq":
-        yield "data.max_target_length", f"is for task seq2seq, and this is {task}; write data.max_length"
-    if m.labels and task not in ("classification", "reward"):
-        yield "model.labels", f"are for task classification, and this is {task}; leave them out"
-    if m.problem_type and task != "classification":
-        yield "model.problem_type", f"is for task classification, and this is {task}; leave it out"
-    if t.sample_prompts and task in ("classification", "reward", "seq2seq", "embedding"):
-        yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
-    if m.quantization_config and task not in (*LANGUAGE, *PREFERENCES):
-        yield "model.quantization_config", f"has not been compared with the stock Trainer for task {task}; leave it out"
+    for key in dict.fromkeys(key for each in TASKS.values() for key in each.keys):
+        section, _, name = key.partition(".")
+        unset = (None, WRONG) if section == "training" else (*OFF, WRONG)
+        if key not in task.keys and sections[section][name] not in unset:
+            others = " and ".join(each.name for each in TASKS.values() if key in each.keys)
+            yield key, f"is for task {others}, and this is {task.name}; leave it out"
+    if t.sample_prompts and not task.generates:
+        yield "training.sample_prompts", f"a model of task {task.name} continues no text; leave it out"
+    if m.quantization_config and not task.quantised:
+        what = f"has not been compared with the stock Trainer for task {task.name}; leave it out"
+        yield "model.quantization_config", what
+    if (given := _compiles(t)) and not task.language:
+        yield given[0], f"rows of task {task.name} have many lengths, and each would be compiled anew; leave it out"
     for key in NOT_THEIRS:
-        if t[key] and task in OWN_LOSS:
-            yield f"training.{key}", f"the loss of task {task} does not take it; leave it out"
+        if t[key] and task.own_loss:
+            yield f"training.{key}", f"the loss of task {task.name} does not take it; leave it out"
     if t.compute_metrics not in (None, WRONG):
-        if task in OWN_LOSS:
-            said = "a loss alone" if task == "embedding" else "TRL's rewards"
-            yield "training.compute_metrics", f"evaluations of task {task} say {said}; leave it out"
-        elif task in (*LANGUAGE, "seq2seq") and t.predict_with_generate in OFF and t[KEEPS] is None:
+        if task.own_loss:
+            what = f"evaluations of task {task.name} say {task.own_loss}; leave it out"
+            yield "training.compute_metrics", what
+        elif (task.generates or task.has_decoder) and t.predict_with_generate in OFF and t[KEEPS] is None:
             what = "needs it, or the logits of every word at every position would be kept; write what is, as in"
             yield f"training.{KEEPS}", f"missing; training.compute_metrics {what} my_metrics:most_likely"
     elif t[KEEPS] and t.compute_metrics is None:
         yield f"training.{KEEPS}", "needs training.compute_metrics"
-    if t.train_sampling_strategy in ("group_by_length", "batch_rebalance") and task in OWN_LOSS:
-        yield (
-            "training.train_sampling_strategy",
-            f"rows of task {task} have several lengths; write random or sequential",
-        )
-
-
-def _task(task: Any, m: Values, t: Values) -> Found:
-    metric, given = t.metric_for_best_model, METRICS.get(task) if isinstance(task, str) else None
-    if given and isinstance(metric, str) and t.compute_metrics is None and metric.removeprefix("eval_") not in given:
-        what = f"evaluations of {task} give {', '.join(given)}; training.compute_metrics adds others"
+    if t.train_sampling_strategy in ("group_by_length", "batch_rebalance") and task.own_loss:
+        what = f"rows of task {task.name} have several lengths; write random or sequential"
+        yield "training.train_sampling_strategy", what
+    metric, known = t.metric_for_best_model, task.metrics if t.compute_metrics is None else ()
+    if isinstance(metric, str) and known and metric.removeprefix("eval_") not in known:
+        what = f"evaluations of {task.name} give {', '.join(known)}; training.compute_metrics adds others"
         yield "training.metric_for_best_model", what
-    if task == "classification":
-        own = isinstance(m.config, dict) and ("id2label" in m.config or "num_labels" in m.config)
-        several = m.problem_type is None or m.problem_type == "single_label_classification"
-        if m.labels is None and m.name_or_path is None and not own and m.problem_type != "regression":
-            yield "model.labels", "missing; write the names of the labels, as in [negative, positive]"
-        if isinstance(m.labels, list) and len(set(m.labels)) != max(1 + several, len(m.labels)):
-            yield "model.labels", f"must be {'at least two names, all' if several else 'names, all'} different"
-    if task in ("dpo", "kto"):
-        if t.precompute_ref_log_probs is False and m.lora is None:
-            what = "a second model as reference is not kept; leave it out, or write model.lora, whose base is one"
-            yield "training.precompute_ref_log_probs", what
-        if t.precompute_ref_log_probs and m.lora not in (None, WRONG):
-            yield "training.precompute_ref_log_probs", "the reference is the base of model.lora; leave it out"
-        if t.loss_type not in (None, WRONG) and (t.loss_type in KTO_LOSSES) != (task == "kto"):
-            yield "training.loss_type", f"is not a loss of task {task}"
-    if task == "kto" and t.loss_type != "apo_zero_unpaired":
-        if t.per_device_train_batch_size == 1:
-            yield (
-                "training.per_device_train_batch_size",
-                "kto compares each row with others of its batch; write 2 or more",
-            )
-        if t.train_sampling_strategy not in (None, "sequential", WRONG):
-            yield "training.train_sampling_strategy", "kto pairs rows in the order of the data; write sequential"
+    yield from task.conflicts(m, d, t)
 
 
 def _datasets(d: Values) -> Found:

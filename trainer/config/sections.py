@@ -9,35 +9,49 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from deepstow.strategies.core.protocol import Strategy
-from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
-from deepstow.trainer.config.conflicts import conflicts
+from deepstow.trainer.config.arguments import (
+    Allowed,
+    Count,
+    NonEmpty,
+    Ratio,
+    Reference,
+    Section,
+    TrainingSection,
+    one_of,
+    option,
+)
+from deepstow.trainer.config.conflicts import MAPPED, conflicts
+from deepstow.trainer.config.exporter import EXPORTERS, Exporter
 from deepstow.trainer.config.smaller_sections import DistillSection, ExportSection, PruneSection, QuantizeSection
-from deepstow.trainer.config.values import WRONG, Values
 from deepstow.trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
 from deepstow.trainer.errors import ConfigError, UserError
+from deepstow.trainer.formats.format import FORMATS, Format
+from deepstow.trainer.formats.reader import READERS, Reader
+from deepstow.trainer.registry import Registry, Unusable
+from deepstow.trainer.tasks.task import TASKS, Task
+from deepstow.trainer.values import WRONG, Values
 
+T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["auto", "eager", "sdpa", "sdpa_varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 Excess = Literal["truncate", "drop", "split"]
-Columns = Literal[
-    "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
-    "labels", "text_pair", "label", "chosen", "rejected", "margin",
-    "anchor", "positive", "negative",
-]  # fmt: skip
-TaskName = Literal["sft", "pretrain", "dpo", "orpo", "kto", "reward", "classification", "seq2seq", "embedding"]
+if TYPE_CHECKING:
+    TaskName = str
+    FormatName = str
+else:
+    TaskName, FormatName = one_of(TASKS), one_of(FORMATS)
 NOT_BUILT: Mapping[str, str] = {  # tasks that others have
     **dict.fromkeys(("ppo", "grpo", "rloo"), "not built: training that generates its own rows"),
 }
-Mapped = Annotated[
-    dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
-]
+Mapped = Annotated[dict[NonEmpty, NonEmpty], Allowed(MAPPED)]
 
 
 class TrainTokenizer(Section):
@@ -165,6 +179,8 @@ class DatasetSection(Section):
     name: NonEmpty | None = option("As data.name.")
     split: NonEmpty = option("As data.split.", "train")
     columns: Mapped = option("As data.columns.", {})
+    format: FormatName | None = option("As data.format.")
+    reader: Reference | None = option("As data.reader.")
     limit: Count | None = option("As data.limit.")
     completion_only_loss: bool | None = option("As data.completion_only_loss.")
     assistant_only_loss: bool | None = option("As data.assistant_only_loss.")
@@ -187,6 +203,8 @@ class DataSection(Section):
     eval_split: NonEmpty | None = option("Split to evaluate on.")
     eval_fraction: Share = option("Share of the training data set aside for evaluation.", 0.0)
     columns: Mapped = option("Our field -> their column, where the two differ.", {})
+    format: FormatName | None = option("What the columns mean; not set: what their names say.")
+    reader: Reference | None = option("What reads files of another kind (deepstow docs extending).")
     limit: Count | None = option("Rows that are read, from the first on; not set: all.")
     max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample.", 1024)
     excess_length_strategy: Excess | None = option(
@@ -206,6 +224,22 @@ class DataSection(Section):
     rows: Count | None = option("streaming: how many rows a pass over the data has, as they are trained on.")
     num_proc: Count | None = option("Processes that prepare the data.")
 
+    _folders: tuple[Path, ...] = PrivateAttr(default=())  # in which modules are looked for first
+
+    def asked_format(self) -> Format | None:
+        """The format that the config names. Raise ConfigError if it cannot be used."""
+        return None if self.format is None else _found(FORMATS, "data.format", self.format, self._folders)
+
+    def asked_reader(self) -> Reader | None:
+        """What reads the files, if the config names it. Raise ConfigError if it cannot be used."""
+        return None if self.reader is None else _found(READERS, "data.reader", self.reader, self._folders)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal if all keys are; where they were written does not matter."""
+        return isinstance(other, DataSection) and dict(self) == dict(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it holds mappings
+
     def parts(self) -> list[DataSection]:
         """A section for each data set: this one, if there are no several."""
         if self.datasets is None:
@@ -213,6 +247,13 @@ class DataSection(Section):
         ours = type(self).model_fields
         given = [{key: value for key, value in one if value is not None and key in ours} for one in self.datasets]
         return [self.model_copy(update={"datasets": None, **own}) for own in given]
+
+
+def _found(registry: Registry[T], key: str, name: str, folders: tuple[Path, ...]) -> T:
+    try:
+        return registry.found(name, folders)
+    except Unusable as error:
+        raise ConfigError(error_line(tuple(key.split(".")), name, str(error))) from None
 
 
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
@@ -247,7 +288,26 @@ class RunConfig(Section):
     def note_locations(self, locations: Mapping[Key, Location]) -> RunConfig:
         """This config, after remembering where keys were written, for errors that are found after loading."""
         self._locations.update(locations)
+        self.data._folders = self.folders("data")
         return self
+
+    def folders(self, key: str) -> tuple[Path, ...]:
+        """The folder of the file in which a dotted key was written, or its section; empty if it is in none."""
+        location = location_of(tuple(key.split(".")), self._locations)
+        found = Path(location.file) if location and location.line else None
+        return (found.parent,) if found else ()
+
+    def thing(self, registry: Registry[T], key: str, name: str) -> T:
+        """What a dotted key names, by the ``name`` that it has there. Raise ConfigError if it cannot be used."""
+        try:
+            return registry.found(name, self.folders(key))
+        except Unusable as error:
+            raise self.error(key, name, str(error)) from None
+
+    @property
+    def learns(self) -> Task:
+        """The task. Raise ConfigError if it is from outside, and cannot be used."""
+        return self.thing(TASKS, "task", self.task)
 
     def like(self, other: RunConfig) -> RunConfig:
         """This config, with the keys of ``other`` where they were written there."""
@@ -277,12 +337,18 @@ class RunConfig(Section):
         """The error about the ``value`` of a dotted ``key``, in the same words as those found while loading."""
         return ConfigError(self.located(key, error_line(tuple(key.split(".")), value, what)))
 
+    @property
+    def exporter(self) -> Exporter | None:
+        """What makes another form of the trained model. Raise ConfigError if it is from outside, and cannot be used."""
+        return self.thing(EXPORTERS, "export.format", self.export.format) if self.export else None
+
     @model_validator(mode="before")
     @classmethod
-    def _one_reward(cls, tree: Any) -> Any:
-        """A reward model has one output."""
-        if isinstance(tree, dict) and tree.get("task") == "reward" and isinstance(tree.get("model"), dict):
-            return {**tree, "model": {**tree["model"], "labels": ["reward"]}}
+    def _same_labels(cls, tree: Any) -> Any:
+        """The labels of tasks that have always the same: a reward model has one output."""
+        task = TASKS.get(str(tree.get("task"))) if isinstance(tree, dict) else None
+        if task is not None and task.labels and isinstance(tree.get("model"), dict):
+            return {**tree, "model": {**tree["model"], "labels": [*task.labels]}}
         return tree
 
     @model_validator(mode="after")

@@ -6,26 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepstow.strategies.core.protocol import COMPILE_KEYS
-from deepstow.trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
+from deepstow.trainer.tasks.task import Task
+from deepstow.trainer.values import KEEP_ONE, NOT_THEIRS, WRONG, Found, Values
 
 NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 
 
-def conflicts(task: Any, sections: Mapping[str, Values]) -> Found:
+def conflicts(sections: Mapping[str, Values]) -> Found:
     """Every conflict of ``distill``, ``prune``, ``quantize`` and ``export`` with the others."""
-    for name in ("prune", "quantize", "export"):
-        if sections[name] and task not in (*LANGUAGE, WRONG):
-            yield name, f"is for task sft and pretrain, and this is {task}; leave it out"
-    yield from _distilled(task, sections)
+    yield from _distilled(sections)
     yield from _pruned(sections)
     yield from _exported(sections)
 
 
-def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
+def of_task(task: Task, sections: Mapping[str, Values]) -> Found:
+    """What is for tasks that predict the next token alone."""
+    for name in () if task.language else ("distill", "prune", "quantize"):
+        if sections[name]:
+            yield name, f"is for task sft and pretrain, and this is {task.name}; leave it out"
+
+
+def _distilled(sections: Mapping[str, Values]) -> Found:
     if not sections["distill"]:
         return
-    if task not in (*LANGUAGE, WRONG):
-        yield "distill", f"a teacher answers rows of task sft and pretrain, and this is {task}; leave it out"
     if sections["data"].streaming:
         yield "data.streaming", "cannot go with distill: the teacher answers all rows before training; leave it out"
     d = sections["distill"]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Section, option
+from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Section, one_of, option
+from deepstow.trainer.config.exporter import EXPORTERS
 
+if TYPE_CHECKING:
+    ExporterName = str
+else:
+    ExporterName = one_of(EXPORTERS)
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 KL = "forward_kl"
 
@@ -127,8 +132,8 @@ class QuantizeSection(Section):
 class ExportSection(Section):
     """Export the trained model in another format as well, after training (deepstow docs export)."""
 
-    format: Literal["torch_export", "onnx", "gguf"] = option(
-        "A file for torch.export.load, one of ONNX, which takes onnx, onnxscript and onnxruntime, or one of llama.cpp, "
-        "by its converter.",
+    format: ExporterName = option(
+        "A file for torch.export.load, one of ONNX, which takes onnx, onnxscript and onnxruntime, one of llama.cpp, by "
+        "its converter, or what an exporter of your own writes (deepstow docs extending).",
         "torch_export",
     )

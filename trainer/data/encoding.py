@@ -69,7 +69,7 @@ def fitting(encoder: Encoder, spans: Spans, read: Callable[[int], tuple[Tokens, 
     if encoder.excess != "split":
         return spans
     cuts, limit = packing.chunk(spans, encoder.options.max_length), encoder.options.max_length
-    if encoder.format.name == "text":
+    if encoder.format.splits:
         return cuts
     cut = np.isin(cuts[:, 0], spans[spans[:, 2] - spans[:, 1] > limit, 0])
     useless = [

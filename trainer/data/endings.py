@@ -27,10 +27,10 @@ AS_CHATML = "write data.chat_template: chatml, or a template that writes it afte
 def holds_chats(prepared: Prepared) -> bool:
     """Whether the rows are messages, so that what is asked of the model is a turn of the user's."""
     if not isinstance(prepared.train, Dataset):
-        return "messages" in prepared.format
+        return prepared.chats
     row = prepared.train[0]
     turns = [row.get(name) for name in ("prompt", "chosen", "completion")]
-    return "messages" in prepared.format.split(" + ") or any(isinstance(each, list) for each in turns)
+    return prepared.chats or any(isinstance(each, list) for each in turns)
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, name_or_path: str | None) -> set[int]:
@@ -48,7 +48,7 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, name_or
 def never_ends(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
     """A line if rows of chats train on none of the tokens ``ends``; empty if one does, or nobody can know."""
     table: Any = getattr(prepared.train, "data", None)
-    if "messages" not in prepared.format.split(" + ") or not hasattr(table, "column") or _has(table, "labels", ends):
+    if not prepared.chats or not hasattr(table, "column") or _has(table, "labels", ends):
         return ""
     end = tokenizer.eos_token
     if end is None:

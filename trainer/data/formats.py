@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,30 +26,11 @@ from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.data.report import BEYOND, EMPTY, LONG, UNTRAINED, Document, Dropped, Encoded
 from deepstow.trainer.data.sources import Row, Source
 from deepstow.trainer.errors import DataError, kind, nearest
+from deepstow.trainer.formats.format import FORMATS, Format
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import DataSection
 
-_SEGMENT_CHARACTERS = 1 << 20
-
-
-class Format(NamedTuple):
-    """A name, the fields that a row must have, and those that it may have."""
-
-    name: str
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-
-
-FORMATS = (
-    Format("text", ("text",)),
-    Format("prompt/completion", ("prompt", "completion")),
-    Format("messages", ("messages",), ("system", "tools")),
-    Format("instruction", ("instruction", "output"), ("input",)),
-    Format("input_ids", ("input_ids",), ("labels",)),
-)
-FIELDS = tuple(name for format in FORMATS for name in format.required + format.optional)
-_ALSO = {"conversations": "messages"}  # columns with another name that can mean one field only: ShareGPT's
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -58,8 +39,6 @@ _PAIRS = (
     ("question", "answer"), ("query", "response"), ("prompt", "response"), ("instruction", "response"),
     ("problem", "solution"), ("question", "response"), ("input", "output"),
 )  # fmt: skip
-
-Segment = tuple[str, bool]  # a string that is tokenised alone, and whether it is trained on
 
 
 def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]]:
@@ -76,23 +55,30 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
     ]
     if absent:
         raise DataError(absent)
-    also = {field: column for column, field in _ALSO.items() if column in first.columns}
-    mapped = also | {name: name for name in FIELDS if name in first.columns} | given
-    fits = [format for format in FORMATS if all(name in mapped for name in format.required)]
+    asked = options.asked_format()
+    formats = list(FORMATS.values()) if asked is None else [asked]
+    fields = [name for format in formats for name in format.required + format.optional]
+    refuse_unknown(given, fields if asked is not None else (*fields, *given), f"format {formats[0].name}")
+    also = {field: column for each in formats for column, field in each.also.items() if column in first.columns}
+    mapped = also | {name: name for name in fields if name in first.columns} | given
+    fits = [format for format in formats if all(name in mapped for name in format.required)]
     if len(fits) > 1 and given:
         fits = [format for format in fits if any(name in given for name in format.required)]
     if not fits:
-        known = ", ".join("+".join(format.required) for format in FORMATS)
-        raise DataError(
-            f"{first.name}: no known format in columns {found}; expected one of {known}{_meant(first.columns)}"
-        )
+        known = ", ".join("+".join(format.required) for format in formats)
+        what = f"no known format in columns {found}; expected one of {known}{_meant(first.columns)}"
+        if asked is not None:
+            lacks = next(name for name in asked.required if name not in mapped)
+            hint = nearest(lacks, first.columns) or f"; data.columns says which column it is: {{{lacks}: ...}}"
+            what = f"format {asked.name} needs {known}, no {lacks!r} in {found}{hint}"
+        raise DataError(f"{first.name}: {what}")
     if len(fits) > 1:
         names = " and ".join(format.name for format in fits)
         example = fits[0].required[0]
-        cure = f"say which with data.columns, e.g. {{{example}: {mapped[example]}}}"
+        cure = f"say which with data.format, or data.columns, e.g. {{{example}: {mapped[example]}}}"
         raise DataError(f"{first.name}: columns {found} fit {names}; {cure}")
     format = fits[0]
-    if format.name == "messages" and (media := [name for name in _MEDIA if name in first.columns]):
+    if format.makes == "conversation" and (media := [name for name in _MEDIA if name in first.columns]):
         raise DataError(
             f"{first.name}: column {media[0]!r}: only text is trained on, and these messages come with more"
         )
@@ -113,7 +99,7 @@ def _meant(columns: Sequence[str]) -> str:
     for prompt, completion in _PAIRS:
         if prompt in columns and completion in columns:
             return f"; did you mean data.columns: {{prompt: {prompt}, completion: {completion}}}?"
-    for format in FORMATS:
+    for format in FORMATS.values():
         near = {name: get_close_matches(name, columns, n=1) for name in format.required}
         if all(near.values()):
             wrong = ", ".join(f"{name}: {close[0]}" for name, close in near.items() if name != close[0])
@@ -130,7 +116,7 @@ class Encoder:
     columns: Mapping[str, str]
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     vocab_size: int
-    completion_only: bool
+    masks: bool  # prompts
     template: Template | None  # of a chat
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
@@ -149,7 +135,7 @@ class Encoder:
         for name, column in self.columns.items():
             label = f"field {name!r}" if name == column else f"field {name!r} (column {column!r})"
             value = row.values.get(column)
-            wanted = list if name in ("messages", "input_ids", "labels") else str
+            wanted = self.format.kinds.get(name, str)
             if name in self.format.optional and (value is None or (name == "tools" and isinstance(value, list))):
                 values |= {name: value} if value else {}
                 continue
@@ -163,16 +149,18 @@ class Encoder:
         return values
 
     def _tokenise(self, rows: list[dict[str, Any]]) -> list[Encoded]:
-        if self.format.name == "messages":
+        if self.format.makes == "conversation":
             return [self._chat(row) for row in rows]
-        if self.format.name == "input_ids":
-            return [_ids_fault(row) or Document(row["input_ids"], row.get("labels", row["input_ids"])) for row in rows]
-        segments = [_segments(self.format.name, row, not self.completion_only) for row in rows]
-        texts = [text for row in segments for text, _ in row]
-        if not texts:
-            return [Dropped(EMPTY) for _ in rows]
-        ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
-        return [self._join([(next(ids), trained) for _, trained in row]) for row in segments]
+        if self.format.makes == "tokens":
+            made = map(self.format.tokens, rows)
+            return [each if isinstance(each, str) else Document(*each) for each in made]
+        segments = [self.format.segments(row) for row in rows]
+        texts = [text for row in segments if not isinstance(row, str) for text, _ in row]
+        ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
+        return [
+            row if isinstance(row, str) else self._join([(next(ids), learnt or not self.masks) for _, learnt in row])
+            for row in segments
+        ]
 
     def _join(self, parts: list[tuple[list[int], bool]]) -> Document | Dropped:
         if not parts:
@@ -189,15 +177,17 @@ class Encoder:
     @property
     def excess(self) -> str:
         """What becomes of a document that is longer than ``data.max_length``: half an answer is not a sample."""
-        return self.options.excess_length_strategy or ("split" if self.format.name == "text" else "truncate")
+        return self.options.excess_length_strategy or ("split" if self.format.splits else "truncate")
 
     def _chat(self, row: Mapping[str, Any]) -> Encoded:
         assert self.template is not None
-        if not row["messages"]:
-            return Dropped(EMPTY)
+        said = self.format.conversation(row)
+        if isinstance(said, str) or not said["messages"]:
+            return said if isinstance(said, str) else Dropped(EMPTY)
         only = self.options.assistant_only_loss
         try:
-            return Document(*self.template.encode(read_chat(row, self.columns["messages"], only), only))
+            chat = read_chat(said, self.columns.get("messages", "messages"), only)
+            return Document(*self.template.encode(chat, only))
         except Fault as fault:
             return str(fault)
 
@@ -217,46 +207,23 @@ class Encoder:
         return Document(ids[:limit], labels[:limit], len(ids) - limit)
 
 
-def _segments(format: str, row: Mapping[str, str], prompted: bool) -> list[Segment]:
-    """The strings of a row; ``prompted`` says whether prompts are trained on too."""
-    if format == "prompt/completion":
-        return [(row["prompt"], prompted), (row["completion"], True)]
-    if format == "instruction":
-        given = row.get("input", "").strip()
-        context = f"### Input\n{given}\n\n" if given else ""
-        prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{context}### Response\n"
-        return [(prompt, prompted), (row["output"], True)]
-    segments: list[Segment] = []
-    text = row["text"]
-    while text.strip() and len(text) > _SEGMENT_CHARACTERS:
-        cut = text.rfind("\n", 0, _SEGMENT_CHARACTERS) + 1 or _SEGMENT_CHARACTERS
-        segments.append((text[:cut], True))
-        text = text[cut:]
-    return [*segments, (text, True)] if segments or text.strip() else []
-
-
-def _ids_fault(row: Mapping[str, list[Any]]) -> str | None:
-    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
-    if len(labels) != len(ids):
-        return f"field 'labels' has {len(labels)} entries, field 'input_ids' has {len(ids)}"
-    if any(type(token) is not int or token < 0 for token in ids):
-        return "field 'input_ids' holds something that is not a token id (a whole number >= 0)"
-    for token, label in zip(ids, labels, strict=True):
-        if label not in (token, MASKED):
-            return f"field 'labels' holds {label!r}, neither its token nor {MASKED}; labels are not shifted"
-    return None
+def refuse_unknown(given: Mapping[str, str], fields: Sequence[str], who: str) -> None:
+    """Raise DataError if ``data.columns`` has a field that ``who`` does not have."""
+    for name in given:
+        if name not in fields:
+            known = ", ".join(fields)
+            raise DataError(f"data.columns: {who} has no field {name!r}; it has {known}{nearest(name, fields)}")
 
 
 def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
     """The encoder for a source; raises DataError if options do not fit the format or a chat template is missing."""
     format, columns = detect(options, source)
-    name = format.name
-    prompted = name in ("prompt/completion", "instruction")
-    if options.completion_only_loss and not prompted:
-        need = "prompt/completion or instruction data"
+    name, chats = format.name, format.makes == "conversation"
+    if options.completion_only_loss and not format.answers:
+        need = f"{' or '.join(each.name for each in FORMATS.values() if each.answers)} data"
         raise DataError(f"data.completion_only_loss: true needs {need}; {source.name} is {name} data")
-    if options.assistant_only_loss and name != "messages":
+    if options.assistant_only_loss and not chats:
         raise DataError(f"data.assistant_only_loss: true needs messages data; {source.name} is {name} data")
-    template = find_template(options, tokenizer) if name == "messages" else None
-    masks = prompted and options.completion_only_loss is not False
+    template = find_template(options, tokenizer) if chats else None
+    masks = format.answers and options.completion_only_loss is not False
     return Encoder(options, format, columns, tokenizer, vocab_size, masks, template)

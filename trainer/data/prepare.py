@@ -45,6 +45,7 @@ from deepstow.trainer.data.sources import Row, Source, open_source
 from deepstow.trainer.data.stream import Stream, stream
 from deepstow.trainer.errors import DataError, warning
 from deepstow.trainer.model.hashes import hashes
+from deepstow.trainer.registry import codes
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import DataSection
@@ -55,7 +56,7 @@ REPORT = "report.json"
 _LAYOUT = 1  # raise when the same inputs would give other rows
 _SAVED = 1 << 19  # tokens written at once
 # Keys that decide nothing where they are not set; and those that never do, or whose content is in the fingerprint.
-_LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length", "rows"}
+_LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length", "rows", "format", "reader"}
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
@@ -87,6 +88,8 @@ class Prepared:
     format: str
     contents: Contents
     chat_template: str | None = None  # that the config names; the tokenizer is exported with it
+    plain: bool = False  # text, without answers that alone are trained on
+    chats: bool = False  # written by a chat template
     report: Mapping[str, Any] | None = None  # what became of the rows; None where nothing was read ahead
 
     @property
@@ -167,7 +170,9 @@ def prepare(
     for line in (found or {}).get("warnings", ()):
         say(warning(line))
     formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
-    return Prepared(rows, held, formats, made_of, template, found)
+    used = [part.encoder.format for part in train]
+    plain, chats = all(each.plain for each in used), any(each.makes == "conversation" for each in used)
+    return Prepared(rows, held, formats, made_of, template, plain, chats, found)
 
 
 def refuse_changed(sources: Iterable[Source], before: Iterable[list[str]]) -> None:
@@ -199,7 +204,7 @@ def open_train(section: DataSection) -> Iterator[Source]:
     for index, part in enumerate(section.parts()):
         assert part.path is not None
         key = "data." if section.datasets is None else f"data.datasets.{index}."
-        yield open_source(part.path, part.name, part.split, section.streaming, key)
+        yield open_source(part.path, part.name, part.split, section.streaming, key, part.asked_reader())
 
 
 def open_eval(section: DataSection) -> Source | None:
@@ -210,7 +215,7 @@ def open_eval(section: DataSection) -> Source | None:
             return None
         path, name = section.path, section.name
     assert path is not None
-    return open_source(path, name, split, streaming=False, key="data.eval_")
+    return open_source(path, name, split, False, "data.eval_", section.asked_reader())
 
 
 def texts(section: DataSection) -> Iterator[str]:
@@ -258,6 +263,8 @@ def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]], wo
     }
     if encoder.options.assistant_only_loss and encoder.template and encoder.template.marks:
         content["answers"] = "by characters"  # before, by Transformers alone
+    if made := codes(thing for part in parts for thing in (part.encoder.format, *part.source.readers)):
+        content["code"] = made
     if len(parts) > 1 or parts[0].weight != 1:
         content["mix"] = [[_options(part.encoder), part.weight, part.token_share] for part in parts]
     return digest_of(content)[:16]
@@ -315,7 +322,7 @@ def _write(
     whole = packing.whole(lengths, make)
     for part, spans in zip(parts, np.split(whole, np.cumsum([tally.rows for tally in tallies])[:-1]), strict=True):
         if held_out:
-            if len(spans) == 1 and (part.encoder.format.name != "text" or spans[0, 2] < 4):
+            if len(spans) == 1 and (not part.encoder.format.splits or spans[0, 2] < 4):
                 raise DataError(f"data.eval_fraction: {part.source.name} has one row; use data.eval_path")
             spans, held = packing.split(spans, held_out, seed, make)
             sides.setdefault("eval", []).append(fitting(part.encoder, held, read))

@@ -24,6 +24,7 @@ from deepstow.strategies.state.sealed import digest_of, seal
 from deepstow.trainer.data import packing
 from deepstow.trainer.data.chats import NO_TEXT, SURROGATE, Fault, find_template, read
 from deepstow.trainer.data.encoding import batched
+from deepstow.trainer.data.formats import refuse_unknown
 from deepstow.trainer.data.prepare import (
     KIND,
     Contents,
@@ -40,6 +41,7 @@ from deepstow.trainer.data.prepare import (
 from deepstow.trainer.data.report import MANY, PATIENCE, Say, by_cause
 from deepstow.trainer.data.sources import Row, Source
 from deepstow.trainer.errors import DataError, first_line, kind, nearest, warning
+from deepstow.trainer.registry import codes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -69,6 +71,8 @@ def prepare(
     sources |= {"eval": held} if held else {}
     options = {"task": task.name, "labels": model.label2id, "template": tokenizer.chat_template}
     options |= {"problem": model.problem_type} if model.problem_type else {}
+    if code := codes([task, *(each for source in sources.values() for each in source.readers)]):
+        options["code"] = code
     options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
 
     def contents(*, former: bool = False) -> Contents:
@@ -99,7 +103,8 @@ def prepare(
             seal(draft, KIND, {"fingerprint": key})
     train, evaluation = (_open(home, folder / f"{key}.used", side) for side in ("train", "eval"))
     assert train is not None
-    return Prepared(train, evaluation, task.name, made_of, tokenizer.chat_template if named else None)
+    template = tokenizer.chat_template if named else None
+    return Prepared(train, evaluation, task.name, made_of, chat_template=template)
 
 
 def lengths(data: DataSection) -> tuple[int, int | None]:
@@ -118,9 +123,10 @@ def texts(task: Task, data: DataSection) -> Iterator[str]:
 def columns_of(task: Task, data: DataSection, source: Source) -> dict[str, str]:
     """The column of each field. Raise DataError if one that every row needs is missing."""
     found, given = dict[str, str](), {str(name): column for name, column in data.columns.items()}
+    refuse_unknown(given, [field.name for field in task.fields], f"task {task.name}")
     for table in source.tables:
         there = ", ".join(table.columns)
-        for name, _, required in task.fields:
+        for name, _, required, _ in task.fields:
             column = given.get(name, name)
             if column in table.columns:
                 found[name] = column
@@ -142,7 +148,7 @@ def _made(
         bad += [f"{place}: {values}" for place, values in found if isinstance(values, str)]
         good = [(place, values) for place, values in found if not isinstance(values, str)]
         made = task.features([values for _, values in good], tokenizer, model, data) if good else []
-        speaks = {field.name for field in task.fields if list in field.kinds}  # of those that may be messages
+        speaks = {field.name for field in task.fields if field.chats}  # of those that may be messages
         spoken = [
             {name: value for name in speaks if isinstance(value := values.get(name), list)}
             for values in made
@@ -181,7 +187,7 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
     if isinstance(row.values, str):
         return row.values
     values = dict[str, Any]()
-    for name, kinds, required in task.fields:
+    for name, kinds, required, chats in task.fields:
         value = row.values.get(columns.get(name, name))
         if not required and name not in columns:
             continue
@@ -190,7 +196,7 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
             return f"field {name!r} is {kind(value)}; every row needs {wanted}"
         if any(map(SURROGATE.search, strings_in(value))):
             return f"field {name!r} {NO_TEXT}"
-        if list in kinds and isinstance(value, list):
+        if chats and isinstance(value, list):
             try:
                 value = read({"messages": value}, name, False).messages
             except Fault as fault:

@@ -7,7 +7,6 @@ its data files in name order, or of the files of one split if their names begin 
 that cannot be read is a sentence, so that several are reported at once; else it is a DataError.
 """
 
-import csv
 import hashlib
 import json
 import re
@@ -18,15 +17,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from deepstow.strategies.state.commit import inside
 from deepstow.strategies.state.sealed import digest_of
 from deepstow.trainer.data import pydoc_rows
-from deepstow.trainer.errors import DataError, first_line, kind, nearest, nearest_file
+from deepstow.trainer.data.readers import plain
+from deepstow.trainer.errors import DataError, first_line, nearest, nearest_file
+from deepstow.trainer.formats.reader import READERS, Numbered, Reader
 from deepstow.trainer.model import hub
 from deepstow.trainer.model.hashes import hashes
+from deepstow.trainer.registry import Unusable
 
 _INFO = "dataset_info.json"  # of Hugging Face's saved data, beside state.json; LLaMA-Factory's list of data sets, alone
 _STATE = "state.json"
@@ -41,131 +40,13 @@ class Row(NamedTuple):
     values: Mapping[str, Any] | str
 
 
-# Readers: each yields (number, row), where a row is a mapping or a sentence about what is wrong with it. A row has at
-# least the columns that are wanted, where it has them; if none are, the names in the first row are all that is read.
-
-Numbered = Iterator[tuple[int | str, Mapping[str, Any] | str]]
-
-
-def _utf8(raw: bytes, place: str, first_line: int = 1) -> str:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = first_line + raw.count(b"\n", 0, error.start)
-        raise DataError(f"{place}:{line}: byte 0x{raw[error.start]:02x} is not valid UTF-8") from None
-
-
-def _read_txt(path: Path, wanted: Collection[str]) -> Numbered:
-    text = _utf8(path.read_bytes(), str(path))
-    if text.strip():
-        yield 1, {"text": text}
-
-
-def _broken(error: ValueError | RecursionError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-    return f"broken JSON: {'nested too deeply' if isinstance(error, RecursionError) else 'a number of too many digits'}"
-
-
-def _object(value: object) -> Mapping[str, Any] | str:
-    return value if isinstance(value, dict) else f"a row must be a JSON object, not {kind(value)}"
-
-
-def _read_jsonl(path: Path, wanted: Collection[str]) -> Numbered:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
-                if number == 1 and text.startswith("["):
-                    what = "a list begins here, and .jsonl has one object per line; a list is read from a .json file"
-                    raise DataError(f"{path}:1: {what}")
-                if text:
-                    yield number, _object(json.loads(text))
-            except UnicodeDecodeError as error:
-                yield number, f"byte 0x{raw[error.start]:02x} is not valid UTF-8"
-            except (ValueError, RecursionError) as error:
-                yield number, _broken(error)
-
-
-def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
-    with path.open("rb") as file:
-        head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not head.startswith(b"["):  # the other thing people call .json: one object per line
-        yield from _read_jsonl(path, wanted)
-        return
-    try:
-        rows = json.loads(_utf8(path.read_bytes(), str(path)))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {_broken(error)}") from None
-    yield from enumerate(map(_object, rows), start=1)
-
-
-def _read_csv(path: Path, wanted: Collection[str]) -> Numbered:
-    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB refuses ordinary documents
-    with path.open("rb") as file:
-        reader = csv.reader((_utf8(raw, str(path), number) for number, raw in enumerate(file, start=1)), strict=True)
-        try:
-            header, next_line = next(filter(None, reader), []), reader.line_num + 1
-            if len(header) == 1 and (mark := next((mark for mark in ";\t" if mark in header[0]), None)):
-                raise DataError(f"{path}:1: columns are separated by {mark!r}; write commas")
-            for row in reader:
-                number, next_line = next_line, reader.line_num + 1
-                if not row:
-                    continue
-                if len(row) != len(header):
-                    yield number, f"the row has {len(row)} fields, the header has {len(header)}"
-                else:  # CSV cannot write null: an empty cell is one, as it is for pandas and `datasets`
-                    yield number, {name: cell or None for name, cell in zip(header, row, strict=True)}
-        except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: broken CSV: {error}") from None
-
-
-def _read_parquet(path: Path, wanted: Collection[str]) -> Numbered:
-    done: int | None = None
-    try:
-        file = pq.ParquetFile(path)
-        done, names = 0, file.schema_arrow.names
-        if not wanted:
-            yield 0, dict.fromkeys(names)
-            return
-        columns = [name for name in names if name in wanted]
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            yield from enumerate(map(_plain, batch.to_pylist()), start=done + 1)
-            done += len(batch)
-    except (pa.ArrowException, OSError):
-        if done is None:
-            raise DataError(f"{path}: not a whole Parquet file: it is truncated or damaged") from None
-        raise DataError(f"{path}:{done + 1}: the Parquet data is damaged from here on") from None
-
-
 def _read_pydoc(name: str, wanted: Collection[str]) -> Numbered:
     yield from pydoc_rows.rows(name)
 
 
 def _read_arrow(dataset: Any, wanted: Collection[str]) -> Numbered:
     names = [name for name in dataset.column_names or () if name in wanted]
-    yield from enumerate(map(_plain, dataset.select_columns(names) if names else dataset), start=1)
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys that Arrow adds to an object because another one has them (``tool_calls`` in every message)."""
-    return {name: _present(value) for name, value in row.items()}
-
-
-def _present(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _present(inner) for name, inner in value.items() if inner is not None}
-    return list(map(_present, value)) if isinstance(value, list) and value and isinstance(value[0], dict) else value
-
-
-_READERS: dict[str, Callable[[Path, Collection[str]], Numbered]] = {
-    ".txt": _read_txt,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
-SUFFIXES = tuple(_READERS)
+    yield from enumerate(map(plain, dataset.select_columns(names) if names else dataset), start=1)
 
 
 @dataclass(frozen=True)
@@ -186,6 +67,7 @@ class Source:
     identity: Callable[[bool], list[str]]  # the content in its order, wherever it is: exactly, or by size and time
     former: Callable[[bool], list[str]]  # the same as releases identified it whose manifests have names of files in it
     count: Callable[[], int | None] = lambda: None  # how many rows, as far as that can be known at once
+    readers: tuple[Reader, ...] = ()  # of its files
 
     def say_unread(self, columns: Collection[str], say: Callable[[str], None]) -> None:
         """Say which other columns there are than those that are read."""
@@ -199,11 +81,20 @@ class Source:
                 yield Row(f"{table.name}:{number}", values)
 
 
-def _files(root: Path, paths: Sequence[Path]) -> Source:
-    """Files in the order given; ``root`` is the file or folder of the config. Reads the head of every file."""
-    tables = []
-    for path in paths:
-        read, broken = partial(_READERS[path.suffix.lower()], path), list[str]()
+def _reader(path: Path) -> Reader:
+    try:
+        return READERS.found(path.suffix.lower())
+    except Unusable as error:
+        raise DataError(f"{path}: {path.suffix}: {error}") from None
+
+
+def _files(root: Path, paths: Sequence[Path], asked: Reader | None = None) -> Source:
+    """Files in the order given; ``root`` is the file or folder of the config. Reads the head of every file. ``asked``:
+    for a reader that is not that of their suffix.
+    """
+    tables, readers = [], [asked or _reader(path) for path in paths]
+    for path, reader in zip(paths, readers, strict=True):
+        read, broken = partial(reader.rows, path), list[str]()
         for number, row in read(()):
             if isinstance(row, str):
                 broken.append(f"{path}:{number}: {row}")
@@ -213,15 +104,18 @@ def _files(root: Path, paths: Sequence[Path]) -> Source:
         else:
             raise DataError(broken[:5] or f"{path}: the file is empty; it has no rows")
     former = partial(_former_marks, root, paths)
-    return Source(str(root), tuple(tables), partial(_marks, paths), former, partial(_count, paths))
+    count = partial(_count, paths, readers)
+    return Source(str(root), tuple(tables), partial(_marks, paths), former, count, tuple(dict.fromkeys(readers)))
 
 
-def _count(paths: Sequence[Path]) -> int | None:
-    if all(path.suffix.lower() == ".parquet" for path in paths):
-        return int(sum(pq.read_metadata(path).num_rows for path in paths))
-    if all(path.suffix.lower() == ".jsonl" for path in paths):
-        return sum(chunk.count(b"\n") for path in paths for chunk in iter(partial(path.open("rb").read, 1 << 24), b""))
-    return None
+def _count(paths: Sequence[Path], readers: Sequence[Reader]) -> int | None:
+    total = 0
+    for path, reader in zip(paths, readers, strict=True):
+        number = reader.count(path)
+        if number is None:
+            return None
+        total += number
+    return total
 
 
 def _marks(paths: Sequence[Path], exact: bool) -> list[str]:
@@ -261,33 +155,37 @@ def _known(marks: list[str], exact: bool) -> list[str]:
 
 def is_on_hub(path: str) -> bool:
     """Whether ``path`` is looked for on the hub, which has names with an owner alone."""
-    return "/" in path and Path(path).suffix.lower() not in _READERS and hub.is_name(path)
+    return "/" in path and Path(path).suffix.lower() not in READERS.names() and hub.is_name(path)
 
 
-def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
+def open_source(
+    path: str, name: str | None, split: str, streaming: bool, key: str = "data.", reader: Reader | None = None
+) -> Source:
     """The source that ``path`` names: a file, a folder, ``pydoc`` (``name``: see ``pydoc_rows.py``), or a hub name
     ``owner/name`` (``name``: its subset). Raises DataError if nothing is there, or it cannot be read; ``key`` is the
-    prefix of the config keys of this source.
+    prefix of the config keys of this source, ``reader`` the one that the config names.
     """
     local = Path(path).expanduser()
-    suffix = local.suffix.lower()
+    suffix, known = local.suffix.lower(), READERS.names()
+    if reader is not None and not local.exists():
+        raise DataError(f"{key}path: {path} does not exist{nearest_file(local)}; data.reader reads files")
     if path == "pydoc":
         return _pydoc(name or "text")
-    if is_on_hub(path):
+    if reader is None and is_on_hub(path):
         return _hub(path, name, split, streaming, key)
     if name is not None and local.exists():
         raise DataError(f"{key}name: {name!r} is a hub subset, but {path} is a local path; remove it")
     if local.is_dir():
-        return _folder(local, split, key)
+        return _folder(local, split, key, reader)
     if not local.is_file():
         hint = nearest_file(local) or "; a hub name looks like owner/name"
         raise DataError(f"{key}path: {path} does not exist{hint}")
-    if suffix not in _READERS:
-        allowed = ", ".join(SUFFIXES) + nearest(suffix, SUFFIXES)
+    if reader is None and suffix not in known:
+        allowed = f"{', '.join(known)}{nearest(suffix, known) or '; data.reader names another reader'}"
         raise DataError(f"{path}: {local.suffix or 'no suffix'} is not a data format; allowed: {allowed}")
     if split != "train":
         raise DataError(f"{key}split: {split!r}: {path} is one file and has no splits")
-    return _files(local, [local])
+    return _files(local, [local], reader)
 
 
 def is_saved(folder: Path) -> bool:
@@ -295,13 +193,14 @@ def is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in (_INFO, _STATE))
 
 
-def _folder(folder: Path, split: str, key: str) -> Source:
-    if is_saved(folder):
+def _folder(folder: Path, split: str, key: str, reader: Reader | None) -> Source:
+    if reader is None and is_saved(folder):
         return _saved(folder, split, key)
-    readable = (path for path in inside(folder) if path.suffix.lower() in _READERS and path.name != _INFO)
+    known, given = READERS.names(), (path for path in inside(folder) if path.name != _INFO)
+    readable = (path for path in given if reader is not None or path.suffix.lower() in known)
     files = [path for path in readable if not path.name.startswith(".") and path.is_file()]
     if not files:
-        raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(SUFFIXES)}")
+        raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(known)}")
     words = {path: _SPLIT_WORD.search(path.relative_to(folder).with_suffix("").as_posix().lower()) for path in files}
     splits = {path: _SPLIT_ALIASES.get(word[1], word[1]) if word else None for path, word in words.items()}
     named = [path for path in files if splits[path]]
@@ -315,7 +214,7 @@ def _folder(folder: Path, split: str, key: str) -> Source:
         raise DataError(f"{key}split: {split!r}: no file of {folder} is named so; found: {found}")
     if not named and split != "train":
         raise DataError(f"{key}split: {split!r}: no file name in {folder} says which split it is")
-    return _files(folder, files)
+    return _files(folder, files, reader)
 
 
 def _saved(folder: Path, split: str, key: str) -> Source:

@@ -26,8 +26,7 @@ from deepstow.strategies.core.install import needs
 from deepstow.trainer.errors import ConfigError, first_line, nearest, nearest_file
 from deepstow.trainer.model import adapters, attention, folder, hub, quantise
 from deepstow.trainer.model.adapters import OURS
-from deepstow.trainer.tasks.table import LANGUAGE
-from deepstow.trainer.tasks.task import Task, loaded
+from deepstow.trainer.tasks.task import LANGUAGE, WITH_HEAD, Task, loaded
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from deepstow.trainer.config.sections import LoraSection, ModelSection
 
 logger = logging.getLogger(__name__)
+HEADS = re.compile("For(Sequence|Token)Classification")
 REMOTE_CODE = (
     "model.trust_remote_code = true: Python files that come with the model will be executed on this machine, with "
     "your rights; set it only for repositories you have read"
@@ -74,7 +74,7 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
         raise
     except Exception as error:  # a class may do anything with values that it does not expect
         raise ConfigError(_refused(section, error)) from None
-    saved = "ForSequenceClassification" in "".join(config.architectures or ()) if section.name_or_path else False
+    saved = bool(section.name_or_path and HEADS.search("".join(config.architectures or ())))
     labels = section.labels
     if section.problem_type is not None:
         config.problem_type = section.problem_type
@@ -323,7 +323,7 @@ def refuse_unsaved(section: ModelSection, missing: Collection[str], task: Task) 
     if section.lora is None or section.merges:
         return
     # peft trains these of a task with labels by itself.
-    kept = {*(section.lora.modules_to_save or ()), *(("classifier", "score") if task.adapters == "SEQ_CLS" else ())}
+    kept = {*(section.lora.modules_to_save or ()), *(("classifier", "score") if task.adapters in WITH_HEAD else ())}
     if lost := sorted({name.rpartition(".")[0] for name in missing if not kept & {*name.split(".")}}):
         raise ConfigError(
             f"model.lora: {section.name_or_path} has no weights for {', '.join(lost)}, and adapters hold none, so that "

@@ -21,7 +21,6 @@ from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.model.count_cache import cached
 from deepstow.trainer.planning import facts
 from deepstow.trainer.planning.from_config import budget_of
-from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
@@ -114,7 +113,7 @@ def count(config: RunConfig, rows: int, *, masked: bool = True) -> Evaluation:
     from deepstow.trainer.model.stubs import fake_tensors
     from deepstow.trainer.model.temporaries import peak_of
 
-    task = TASKS[config.task]
+    task = config.learns
     model = facts.meta_model(config)
     facts.cast_weights(config, model)
     with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
@@ -136,7 +135,7 @@ def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:
 
     from deepstow.trainer.tasks.task import losses_of, scores
 
-    task, autocast = TASKS[config.task], facts.autocast_of(config)
+    task, autocast = config.learns, facts.autocast_of(config)
     given, labels = dict(inputs), None
     if task.language and config.distill is None:
         labels = given.pop("labels")

@@ -39,7 +39,6 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, TooLargeError
 from deepstow.trainer.planning.facts import precision_of
 from deepstow.trainer.planning.from_config import plans_of
-from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -377,7 +376,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
         FitRow(tree=tree | {"model": model}, kept=kept),
         FitRow(kind="LoRA", tree=tree | {"model": adapters}, kept=kept),
     ]
-    if bits is None and (find_spec("bitsandbytes") is None or not TASKS[config.task].language):
+    if bits is None and (find_spec("bitsandbytes") is None or not config.learns.language):
         return rows
     compute = {"bnb_4bit_compute_dtype": "bfloat16"} if config.training.bf16 else {}
     packed = tree | {"model": adapters | {"quantization_config": bits or FOUR_BITS | compute}}

@@ -21,6 +21,9 @@ from deepstow.strategies.parallel.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.strategies.report import short_plan
+from deepstow.trainer.config.conflicts import of_task
+from deepstow.trainer.config.sections import flat
+from deepstow.trainer.config.yaml_file import dotted
 from deepstow.trainer.errors import ConfigError, TooLargeError
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import peak_flops
@@ -28,10 +31,11 @@ from deepstow.trainer.model import attention, build
 from deepstow.trainer.model.shrink import PER_LAYER
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import facts
-from deepstow.trainer.tasks.table import TASKS, only_language
+from deepstow.trainer.tasks.task import TASKS, only_language
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.facts import Facts
+    from deepstow.trainer.config.exporter import Exporter
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.distributed.ranks import Ranks
     from deepstow.trainer.machine.probe import Machine
@@ -172,8 +176,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     model is described; with ``installed`` also for packages and the device here, while a plan may be for another
     machine.
     """
-    found = [*TASKS[config.task].refusals(config), *refusals(config.strategies, facts.run_facts(config, world_size))]
-    found += _refuses_shares(config, world_size)
+    found = list[Refusal]()
     if config.model.attn_implementation == attention.AUTO:
         found.append(Refusal(attention.KEY, attention.AUTO, "is for a run of a config file; write the kernel here"))
     for strategy in in_order(config.strategies).values() if installed else ():
@@ -194,18 +197,38 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         asked = [each for each in formats if each.endswith("_group") == (name == "torchao")]
         if asked and find_spec(name) is None:
             found.append(Refusal("quantize.formats", asked, needs(name, extra)))
-    if installed and config.export is not None and config.export.format == "onnx":
-        absent = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-        if absent:
-            what = f"needs {', '.join(absent)}; write pip install {' '.join(absent)}, or torch_export"
-            found.append(Refusal("export.format", "onnx", what))
     compiles = config.training.compile_key
     if installed and compiles and config.training.compile_backend:
         from deepstow.strategies.engine.forward import compiled
 
         if why := compiled.missing(config.training.compile_backend, on_cpu=on_cpu):
             found.append(Refusal(f"training.{compiles}", getattr(config.training, compiles), why))
+    if config.task not in TASKS:  # whose code runs after what can be said without it
+        facts.refuse(config, found)
+    task = config.learns
+    of_strategies = [*refusals(config.strategies, facts.run_facts(config, world_size))]
+    found = [*task.refusals(config), *of_strategies, *_refuses_shares(config, world_size), *found]
     facts.refuse(config, found)
+    if config.task not in TASKS and (faults := of_task(task, flat(config.tree()))):
+        raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in faults)
+    if config.exporter is not None:
+        facts.refuse(config, [*_of_exporter(config, config.exporter, installed=installed)])
+    with config.placing():
+        for part in config.data.parts():
+            part.asked_format()
+            part.asked_reader()
+
+
+def _of_exporter(config: RunConfig, exporter: Exporter, *, installed: bool) -> Iterator[Refusal]:
+    assert config.export is not None
+    key, name = "export.format", config.export.format
+    absent = [each for each in exporter.packages if find_spec(each) is None] if installed else []
+    if absent:
+        yield Refusal(key, name, f"needs {', '.join(absent)}; write pip install {' '.join(absent)}, or torch_export")
+    if exporter.language and not config.learns.language:
+        yield Refusal(key, name, f"is for tasks that predict the next token, and this is {config.task}; leave it out")
+    if exporter.place in (config.quantize.formats if config.quantize else ()):
+        yield Refusal(key, name, f"writes export-{exporter.place}, which quantize writes; give it another folder")
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:

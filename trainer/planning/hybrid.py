@@ -39,7 +39,7 @@ from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning.facts import check_model, gather, run_facts
 from deepstow.trainer.planning.fit import changes
 from deepstow.trainer.planning.from_config import narrowed
-from deepstow.trainer.tasks.table import only_language
+from deepstow.trainer.tasks.task import only_language
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan

@@ -14,7 +14,6 @@ from deepstow.strategies.engine.tensors.quantised import is_quantised
 from deepstow.strategies.parallel.tensor_shards import Shard
 from deepstow.trainer.model.build import with_lora
 from deepstow.trainer.run.quantized import round_in_forward
-from deepstow.trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ def loads_spans(config: RunConfig, plan: Plan) -> bool:
     """Whether the memory engine is given weights one by one, of which a rank keeps its spans. Others would look at them
     before: adapters wrap them, Trainers of preferences copy the model.
     """
-    return TASKS[config.task].language and config.model.lora is None and plan.loads_spans
+    return config.learns.language and config.model.lora is None and plan.loads_spans
 
 
 def shards(weights: PreTrainedModel, config: RunConfig, rank: int) -> dict[str, Shard]:

@@ -88,6 +88,7 @@ class About(_Part):
     config: dict[str, Any]
     config_sha256: str
     versions: dict[str, str]
+    code: dict[str, str] = Field(default={}, description="Hashes of files from outside that the config names.")
     world_size: int = Field(ge=1)
     threads: int | None = Field(default=None, ge=1, description="Of torch in each rank; releases before wrote none.")
     data: DataFacts

@@ -46,7 +46,6 @@ from deepstow.trainer.run.finished import KIND, NAME
 from deepstow.trainer.run.nonfinite import NonFinite
 from deepstow.trainer.run.resume_rules import RULES, SILENT
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.table import TASKS
 from deepstow.trainer.tasks.task import Task, loaded, scores
 
 if TYPE_CHECKING:
@@ -80,14 +79,16 @@ def export(
     config: RunConfig,
     about: Mapping[str, Any] | None = None,
     smaller: Path | None = None,
+    callbacks: str = "",
 ) -> Receipt | None:
     """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. ``about``: what the
-    manifest says of it; ``smaller``: the folder of the model whose parts were taken out before training. Raise
-    NonFinite if a weight is not finite, ExportError if a name, a shape, a value or a logit differs after reloading.
+    manifest says of it; ``smaller``: the folder of the model whose parts were taken out before training; ``callbacks``:
+    what the card says of those of the config. Raise NonFinite if a weight is not finite, ExportError if a name, a
+    shape, a value or a logit differs after reloading.
     """
     section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
-    task = TASKS[config.task]
+    task = config.learns
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0))
     logits = trainer.logits_of(probe)
@@ -101,7 +102,7 @@ def export(
         return None
     spilled.settle()
     parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
-    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities, smaller)
+    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities, smaller, callbacks)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         named = dict(model.named_parameters())
@@ -298,6 +299,7 @@ def model_card(
     num_ranks: int,
     parities: Mapping[str, Parity],
     smaller: Path | None = None,
+    callbacks: str = "",
 ) -> ModelCard:
     """The card of the trained model; ``state`` has the log, and each strategy a parity. Bases and data are called by
     their names on the hub, others by nothing that says where they are.
@@ -308,7 +310,7 @@ def model_card(
     header = ModelCardData(
         base_model=base if base and hub.is_name(base) else None,
         library_name="peft" if adapters else "transformers",
-        pipeline_tag=TASKS[config.task].pipeline_tag,
+        pipeline_tag=config.learns.pipeline_tag,
         tags=tags,
     )
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
@@ -321,10 +323,10 @@ def model_card(
         " ".join(filter(None, (_origin(config, hf_config.model_type), *said))),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + of_best(config, state, "These are {}. ")
-        + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
+        + " ".join(_results(state.log_history, odds=config.learns.language)),
         f"Settings: {', '.join(_settings(config))}.",
         f"Strategies, on {num_ranks} process{'es' if num_ranks > 1 else ''}: {_strategies(config)}. "
-        f"{_exactness(parities)}".strip(),
+        f"{_exactness(parities, ' with the same callbacks' * bool(callbacks))}{callbacks}".strip(),
         f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
     ]
     if brings_code:
@@ -375,7 +377,12 @@ def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[st
 def _settings(config: RunConfig) -> Iterator[str]:
     """The keys of ``training`` on which the result depends, as they were set or by default."""
     for key, value in config.training.model_dump().items():
-        if value is not None and value is not False and RULES.get(f"training.{key}", SILENT) != SILENT:
+        if (
+            value is not None
+            and value is not False
+            and RULES.get(f"training.{key}", SILENT) != SILENT
+            and key != "callbacks"
+        ):
             yield f"{key} {_shown(value)}"
 
 
@@ -384,7 +391,7 @@ def _shown(value: Any) -> str:
     return "(a local path)" if any(mark in str(value) for mark in "/\\~") else str(value)
 
 
-def _exactness(parities: Mapping[str, Parity]) -> str:
+def _exactness(parities: Mapping[str, Parity], beside: str = "") -> str:
     """How training with each strategy compares with plain training, which tests hold it to."""
     exact = [name for name, parity in parities.items() if parity.tolerance == 0.0]
     said = [f"{', '.join(exact)} bit for bit"] if exact else []
@@ -394,8 +401,8 @@ def _exactness(parities: Mapping[str, Parity]) -> str:
         if name not in exact and not parity.is_lossy
     ]
     lossy = "; ".join(f"{name}: {parity.reason}" for name, parity in parities.items() if parity.is_lossy)
-    equal = f"Training equals plain training: {'; '.join(said)}. " if said and not lossy else ""
-    return f"Training is lossy, and does not equal plain training ({lossy}). " if lossy else equal
+    equal = f"Training equals plain training{beside}: {'; '.join(said)}. " if said and not lossy else ""
+    return f"Training is lossy, and does not equal plain training{beside} ({lossy}). " if lossy else equal
 
 
 def _strategies(config: RunConfig) -> str:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from deepstow.trainer.errors import first_line, write_line
 from deepstow.trainer.model.shrink import small_copy
 from deepstow.trainer.model.structured import config_of
-from deepstow.trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError, after
+from deepstow.trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -89,22 +89,20 @@ def saved(model: Any, form: str, folder: Path) -> Callable[[Tensor, Tensor], Ten
     return call
 
 
-def refuse(config: RunConfig) -> None:
-    """Raise ConfigError if a small copy of the model cannot be exported, or is another model after it."""
-    if config.export is None or config.export.format == "gguf":
-        return
+def refused(config: RunConfig, form: str) -> str:
+    """Why a small copy of the model cannot be exported, or is another model after it; empty if it can."""
     built = config_of(config)
     attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
     copy = small_copy(built, attention)
     try:
         with TemporaryDirectory() as folder:
-            difference = largest_difference(saved(copy, config.export.format, Path(folder)), copy)
+            difference = largest_difference(saved(copy, form, Path(folder)), copy)
     except Exception as error:  # whatever the tracer meets in somebody's forward
-        why = f"torch cannot export a {built.model_type} model: {first_line(error)}"
-        raise config.error("export.format", config.export.format, f"{why}; leave it out") from None
+        return f"torch cannot export a {built.model_type} model: {first_line(error)}; leave it out"
     if not difference <= FP32_TOLERANCE:
         what = f"logits of a {built.model_type} model differ by {difference:.1e} of the largest once it is exported"
-        raise config.error("export.format", config.export.format, f"{what}; leave it out")
+        return f"{what}; leave it out"
+    return ""
 
 
 def largest_difference(program: Any, model: Any) -> float:
@@ -128,21 +126,19 @@ def _rows(words: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids, mask
 
 
-def make(config: RunConfig, exact: Path, draft: Path) -> None:
-    """Write the program of the ``exact`` export into ``draft``. Raise ExportError if its logits are not the model's."""
+def make(config: RunConfig, form: str, exact: Path, draft: Path) -> str:
+    """Write the program of the ``exact`` export into ``draft``, and return what is said of it. Raise ExportError if its
+    logits are not the model's.
+    """
     trusts = config.model.trust_remote_code
     model: Any = AutoModelForCausalLM.from_pretrained(exact, trust_remote_code=trusts)
-    assert config.export is not None
     try:
-        program = saved(model, config.export.format, draft)
+        program = saved(model, form, draft)
     except Exception as error:
         raise ExportError(f"export: torch cannot export the model: {first_line(error)}") from error
     difference = largest_difference(program, model)
     if not difference <= (FP32_TOLERANCE if model.dtype is torch.float32 else HALF_TOLERANCE):
         raise ExportError(f"export: logits of the program differ by {difference:.2e} of the largest")
-    title = f"# As a program ({config.export.format}, by torch {torch.__version__})"
+    write_line(f"export: as a program ({form}), reloaded: largest difference of a logit {difference:.1e}")
     said = f"Logits differ from the model's by {difference:.1e} of the largest at most."
-    after(exact, f"{title}\n\n{said}\n\n{USE[config.export.format]}").save(draft / "README.md")
-    write_line(
-        f"export: as a program ({config.export.format}), reloaded: largest difference of a logit {difference:.1e}"
-    )
+    return f"# As a program ({form}, by torch {torch.__version__})\n\n{said}\n\n{USE[form]}"

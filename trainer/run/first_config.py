@@ -27,7 +27,7 @@ from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning.fit import FOUR_BITS, Fit, fastest
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.run.finished import NAME
-from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import TASKS
 
 if TYPE_CHECKING:
     from deepstow.trainer.data.sources import Source
@@ -188,7 +188,7 @@ def _look_at(tree: Tree) -> None:
     source = open_source(data["path"], None, "train", False)
     if task.fields:
         columns = columns_of(task, load_tree(tree).data, source)
-        if task.name == "classification" and (labels := _labels(source, columns["label"])):
+        if "model.labels" in task.keys and (labels := _labels(source, columns["label"])):
             model["labels"] = labels
     elif any(column in CHATS for column in source.tables[0].columns):
         data |= {"assistant_only_loss": True} | (

@@ -43,6 +43,7 @@ from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.distributed.ranks import Ranks, name_device
 from deepstow.trainer.errors import ConfigError, warning, write_line, write_nothing
+from deepstow.trainer.formats.format import FORMATS
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.machine.profiles import known_rates
@@ -53,6 +54,7 @@ from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import evaluation, facts, positions
 from deepstow.trainer.planning.fit import explained
 from deepstow.trainer.planning.from_config import advice, plans_of, refuse_impossible, short
+from deepstow.trainer.registry import codes
 from deepstow.trainer.run import (
     changes,
     checkpoint,
@@ -65,6 +67,7 @@ from deepstow.trainer.run import (
     teaching,
     trackers,
 )
+from deepstow.trainer.run.added_callbacks import Added
 from deepstow.trainer.run.callbacks import (
     EarlyStopping,
     Meter,
@@ -83,7 +86,6 @@ from deepstow.trainer.run.stage_trial import form_of_stages
 from deepstow.trainer.run.structured import Smaller
 from deepstow.trainer.run.task_trainer import adapters_follow, class_for, left_out, options
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.table import TASKS
 from deepstow.trainer.tasks.task import loaded
 
 T = TypeVar("T")
@@ -111,6 +113,7 @@ class Run:
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
     weights: list[list[int]] = field(default_factory=list)  # ``inputs.files_now``, before they were read
+    added: Added | None = None  # callbacks of the config, once the trainer has them
     applied: list[str] = field(default_factory=list)  # what strategies did to the model, a line each, on the first rank
 
     def say(self, line: str) -> None:
@@ -183,7 +186,7 @@ def refuse_lost_weights(config: RunConfig, plan: Plan) -> None:
     equal, though the files have other values.
     """
     untied = plan.facts.run.untied
-    if deepspeed.stage(plan) == 3 and untied and not tying.config_says(config_of(config), TASKS[config.task], untied):
+    if deepspeed.stage(plan) == 3 and untied and not tying.config_says(config_of(config), config.learns, untied):
         files = f"the files of {config.model.name_or_path} have {untied[0]} of their own, which its config cannot say"
         raise config.error("strategies.zero.stage", 3, f"{files}, so that it would be lost; write stage: 2")
 
@@ -219,7 +222,7 @@ def read_data(
     hf_config = config_of(config)
     facts.check_model(config, hf_config)
     teaching.refuse(config)  # before rows are prepared
-    task = TASKS[config.task]
+    task = config.learns
     build.refuse_lost_buffers(section, hf_config, task)
     texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)
     words = tokenizers.load(
@@ -244,8 +247,9 @@ def read_data(
     if not task.language:
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
-    if others := set(prepared.format.split(" + ")) - {"text", "input_ids"} if task.name == "pretrain" else set():
-        what = f"the rows are {', '.join(sorted(others))}, and pretrain takes text and input_ids; write sft"
+    if task.plain and not prepared.plain:
+        takes = " and ".join(each.name for each in FORMATS.values() if each.plain)
+        what = f"the rows are {prepared.format}, and {task.name} takes {takes}; write sft"
         raise config.error("task", config.task, what)
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
@@ -302,7 +306,7 @@ def make_arguments(run: Run) -> TrainingArguments:
     given.setdefault("use_cpu", run.machine.device_kind == "cpu")
     given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
     name_device(run.ranks, run.machine.device_kind, on_cpu=given["use_cpu"])
-    task = TASKS[run.config.task]
+    task = run.config.learns
     arguments: TrainingArguments = loaded(task.arguments)(
         **task.complete(given, run.config),
         deepspeed=deepspeed.ds_config(run.plan) or None,
@@ -324,7 +328,7 @@ def make_arguments(run: Run) -> TrainingArguments:
 def make_model(run: Run) -> PreTrainedModel:
     """Build the model on the CPU, or split over the ranks where the plan splits parameters; of a pipeline the stage."""
     source = run.source or run.config
-    section, seed, task = source.model, run.config.training.seed, TASKS[run.config.task]
+    section, seed, task = source.model, run.config.training.seed, run.config.learns
     hf_config = config_of(source)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
@@ -387,7 +391,7 @@ def make_trainer(run: Run) -> Trainer:
         run.source = structured.made(run.config, run.ranks, run.smaller, run.prepared)
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
-    task = TASKS[run.config.task]
+    task = run.config.learns
     prompt = sample_prompt(run.tokenizer, run.prepared.eval or run.prepared.train) if task.language else ""
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
     # Stages cannot generate, and ranks that divide experts would end at different tokens.
@@ -397,6 +401,7 @@ def make_trainer(run: Run) -> Trainer:
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     plan_check = _plan_check(run)
     ratio = run.config.model.lr_ratio
+    run.added = Added(run.config)
     model: Any = make_model(run)
     if run.config.model.quantization_config is not None and run.plan.layout is None:
         model.to(arguments.device)  # Hugging Face leaves quantised models where they are
@@ -422,6 +427,7 @@ def make_trainer(run: Run) -> Trainer:
             *([EarlyStopping(patience, threshold)] if patience is not None else []),
             *([plan_check] if plan_check else []),
             resuming.TakenOver(resuming.other(run.resumed, run.config)),
+            *run.added.made(),
             meter,
         ],
     )
@@ -472,19 +478,31 @@ def about(run: Run, model: PreTrainedModel) -> About:
     shapes = digest_of({name: list(whole_shape(each)) for name, each in named})
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
+    code = code_of(run)
+    former = run.resumed.found.manifest.run.code if run.resumed else {}
+    for name in (name for name, own in code.items() if former.get(name, own) != own):
+        run.say(warning(f"{name} is other code than the checkpoint's: the result may be another run's"))
     as_loaded = config_of(run.config)  # the run may change its copy
     tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
     rows = None if run.config.data.streaming else len(data.train)  # type: ignore[arg-type]
-    weights, code = inputs.recorded(run.config, run.ranks, run.resumed), contents.code(run.config.model, as_loaded)
+    weights, brought = inputs.recorded(run.config, run.ranks, run.resumed), contents.code(run.config.model, as_loaded)
     return About(
         config=tree,
         config_sha256=digest_of(tree),
         versions=checkpoint.versions(),
+        code=code,
         world_size=run.ranks.world_size,
         threads=torch.get_num_threads(),
         data=DataFacts(**data.contents._asdict(), rows=rows, teacher=run.lesson.teacher if run.lesson else ""),
-        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes, weights=weights, code=code),
+        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes, weights=weights, code=brought),
     )
+
+
+def code_of(run: Run) -> dict[str, str]:
+    """The hash of the file of each thing from outside that decides the result, by its name in the config."""
+    data = run.config.data.parts()
+    things = [run.config.learns, *(part.asked_format() for part in data), *(part.asked_reader() for part in data)]
+    return codes(things) | (run.added.codes if run.added else {})
 
 
 def make_meter(run: Run, device: torch.device) -> Meter:

@@ -55,7 +55,7 @@ _SILENT_TRAINING = """
 _GROUPS: Mapping[str, str] = {
     "data": """data.path data.datasets data.name data.split data.limit data.eval_path data.eval_split
         data.eval_fraction data.columns data.completion_only_loss data.assistant_only_loss
-        data.chat_template data.chat_template_path data.streaming data.rows""",
+        data.chat_template data.chat_template_path data.streaming data.rows data.format data.reader""",
     "max_length": "data.max_length data.excess_length_strategy data.max_target_length",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",
@@ -79,7 +79,7 @@ _GROUPS: Mapping[str, str] = {
 }
 _SAID = """
     training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
-    training.lr_scheduler_kwargs training.warmup_steps training.early_stopping_patience
+    training.callbacks training.lr_scheduler_kwargs training.warmup_steps training.early_stopping_patience
     training.early_stopping_threshold model.lora.loraplus_lr_ratio
 """
 _NEVER = """

@@ -49,6 +49,8 @@ from deepstow.trainer.errors import ConfigError, ExitCode, UserError, first_line
 from deepstow.trainer.machine.repeated_sums import repeated_sums
 from deepstow.trainer.model import attention
 from deepstow.trainer.planning.from_config import budget_of, check_options, refuse_folder
+from deepstow.trainer.registry import Raised
+from deepstow.trainer.run import checkpoint as checkpoints
 from deepstow.trainer.run import (
     disk,
     earlier,
@@ -67,13 +69,14 @@ from deepstow.trainer.run import (
     trackers,
     upload,
 )
+from deepstow.trainer.run.added_callbacks import KEY, Added
 from deepstow.trainer.run.begin import Begin
 from deepstow.trainer.run.callbacks import SAID, Watched, of_best, perplexity
 from deepstow.trainer.run.order import Run
 from deepstow.trainer.run.quantized import exact_again
 from deepstow.trainer.run.resume_rules import leaves
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.table import TASKS, only_language
+from deepstow.trainer.tasks.task import only_language
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -133,9 +136,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
     if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
     trackers.refuse(config)
-    metrics.refuse(config)
     schedule.refuse(config)
-    check_options(config, ranks.world_size)
     if config.training.save_on_each_node and not ranks.is_local:
         what = (
             "a checkpoint is one folder, into which the ranks of all machines write what they hold; leave it out, and"
@@ -143,6 +144,9 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         raise config.error("training.save_on_each_node", True, f"{what} put output_dir where all machines see it")
     if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
+    check_options(config, ranks.world_size)  # from here on code that the config names runs
+    metrics.refuse(config)
+    Added(config)
 
 
 def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
@@ -200,7 +204,9 @@ def _say_end(code: int, stop: Stop) -> None:
 
 def _ended(error: UserError | Stopped, ranks: Ranks, stop: Stop) -> ExitCode:
     """The exit code of an end that somebody has asked for or can mend, after it was said."""
-    if isinstance(error, UserError):
+    if isinstance(error, Raised) and ranks.world_size > 1:  # on this rank; others may not have
+        write_line(f"rank {ranks.rank}: {error}", sys.stderr)
+    elif isinstance(error, UserError):
         if ranks.is_first:
             report(error)
         elif error.says_more:  # a launcher ends all ranks when one has ended, and the first one still reports
@@ -331,7 +337,8 @@ def _train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None)
             run.say(f"{shortage}: training goes on without a checkpoint until there is space")
     try:
         with loading.watched(run.config, timeout_s(run.config), partial(stop.end, code=ExitCode.WATCHDOG)):
-            trainer.train(resume_from_checkpoint=checkpoint)
+            with keeping(run):
+                trainer.train(resume_from_checkpoint=checkpoint)
             stop.phase = Phase.ENDING
             together.be_patient()
             finish(run, trainer, together)
@@ -340,6 +347,18 @@ def _train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None)
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
         del trainer
         gc.collect()
+
+
+@contextmanager
+def keeping(run: Run) -> Iterator[None]:
+    """Inside, a callback of the config that raises is told with the checkpoint that stands."""
+    try:
+        yield
+    except Raised as error:
+        found = checkpoints.complete(run.folder) if run.folder.is_dir() else []
+        kept = f"{found[-1].path} is the last checkpoint" if found else "there is no checkpoint yet"
+        error.rewrite(lambda line: f"{KEY} = {line}; {kept}")
+        raise
 
 
 class CannotExport(UserError):
@@ -382,7 +401,8 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     exact_again(trainer.model, run.config)
     smaller = run.smaller.folder if run.smaller is not None else None
     with exporting(run):
-        receipt = export.export(trainer, run.tokenizer, run.config, about, smaller)
+        callbacks = run.added.sentence() if run.added else ""
+        receipt = export.export(trainer, run.tokenizer, run.config, about, smaller, callbacks)
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:
@@ -410,7 +430,7 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
 def following(config: RunConfig) -> str:
     """What to type next: to talk to the export, or to read how else it is used."""
     folder = Path(config.training.output_dir)
-    talks = TASKS[config.task].generates and not config.model.trust_remote_code and not config.model.attention_mask
+    talks = config.learns.generates and not config.model.trust_remote_code and not config.model.attention_mask
     command = f"deepstow chat {quote(str(folder))}" if talks else "deepstow docs use"
     return f"next:       {command}{', or deepstow train --config finetune' * (folder == Path('runs/quickstart'))}"
 

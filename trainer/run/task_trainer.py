@@ -11,7 +11,6 @@ from deepstow.trainer.data.report import MANY
 from deepstow.trainer.errors import DataError, warning
 from deepstow.trainer.model import attention, build
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.table import TASKS
 from deepstow.trainer.tasks.task import loaded, mean_over_tokens, token_losses
 
 if TYPE_CHECKING:
@@ -29,12 +28,12 @@ def class_for(task: Task) -> type[Trainer]:
 
 def adapters_follow(config: RunConfig) -> bool:
     """Whether the Trainer adds adapters to the model that it is given."""
-    return config.model.lora is not None and TASKS[config.task].adds_adapters
+    return config.model.lora is not None and config.learns.adds_adapters
 
 
 def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The keyword arguments of the Trainer that are the task's."""
-    task, packing = TASKS[config.task], config.data.packing
+    task, packing = config.learns, config.data.packing
     if not task.language:
         given = task.options(model, tokenizer, config)
         if config.model.lora is not None and config.model.adapter is None and task.adds_adapters:

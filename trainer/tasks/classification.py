@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.trainer.errors import kind, nearest
-from deepstow.trainer.tasks.task import MULTIPLE, Field, Saved, Task, takes_no_count, token_types
+from deepstow.trainer.tasks.task import MULTIPLE, TASKS, Field, Saved, Task, takes_no_count, token_types
+from deepstow.trainer.values import Found, Values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,7 @@ MOST = 200  # labels that a line lists
 ONE, SEVERAL, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
 
 
+@TASKS.add
 class Classification(Task):
     """Labels, or numbers, for each row."""
 
@@ -44,6 +46,16 @@ class Classification(Task):
     adapters = "SEQ_CLS"
     drops_columns = True  # of what the tokenizer makes
     pipeline_tag = "text-classification"
+    keys = ("model.labels", "model.problem_type")
+    metrics = ("loss", "accuracy", "f1", "mae")
+
+    def conflicts(self, m: Values, d: Values, t: Values) -> Found:
+        own = isinstance(m.config, dict) and ("id2label" in m.config or "num_labels" in m.config)
+        several = m.problem_type is None or m.problem_type == ONE
+        if m.labels is None and m.name_or_path is None and not own and m.problem_type != NUMBERS:
+            yield "model.labels", "missing; write the names of the labels, as in [negative, positive]"
+        if isinstance(m.labels, list) and len(set(m.labels)) != max(1 + several, len(m.labels)):
+            yield "model.labels", f"must be {'at least two names, all' if several else 'names, all'} different"
 
     def refuses_model(self, config: RunConfig, model: PretrainedConfig, saved: Saved) -> Iterator[Refusal]:
         if config.training.label_smoothing_factor and (problem := problem_of(model)) != ONE:

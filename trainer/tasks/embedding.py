@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.trainer.errors import DataError
-from deepstow.trainer.tasks.task import Field, Saved, Task, takes_no_count, token_types
+from deepstow.trainer.tasks.task import TASKS, Field, Saved, Task, takes_no_count, token_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +35,17 @@ CURE = "write data.columns: {negative: negative}, so that it is trained on and c
 MODULES = ("Transformer", "Pooling", "Normalize")  # of a saved SentenceTransformer; the last changes no cosine
 
 
+@TASKS.add
 class Embedding(Task):
     """Texts that belong together, near each other."""
 
     name = "embedding"
     fields = (Field("anchor", (str,)), Field("positive", (str,)), Field("negative", (str,), required=False))
     model_class = "transformers.AutoModel"
-    trainer = "deepstow.trainer.tasks.embedding_trainer.EmbeddingTrainer"
+    trainer = "deepstow.trainer.tasks.trainers.embedding.EmbeddingTrainer"
     adapters = "FEATURE_EXTRACTION"
     pipeline_tag = "sentence-similarity"
+    own_loss = "a loss alone"
 
     def sequences(self, config: RunConfig) -> int:
         return 2 + ("negative" in config.data.columns)
@@ -93,7 +95,7 @@ class Embedding(Task):
         return {"labels": ids[: len(ids) // self.sequences(config), 0]}
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
-        from deepstow.trainer.tasks.embedding_trainer import loss_of
+        from deepstow.trainer.tasks.trainers.embedding import loss_of
 
         def run(**inputs: Any) -> dict[str, Any]:
             return {"loss": loss_of(model, inputs | token_types(model, config, inputs["input_ids"]))}

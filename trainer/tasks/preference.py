@@ -19,14 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from deepstow.strategies.core.compose import requirements_of
 from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.protocol import Refusal, Requirement
 from deepstow.trainer.errors import DataError
 from deepstow.trainer.tasks.prompts import carried
-from deepstow.trainer.tasks.task import Field, Task, loaded
+from deepstow.trainer.tasks.task import TASKS, Field, Task, loaded
+from deepstow.trainer.values import OFF, WRONG, Found, Values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +35,19 @@ if TYPE_CHECKING:
 
     from deepstow.trainer.config.sections import RunConfig
 
+# Losses of TRL's trainers; those that need further options are left out.
+DpoLoss = Literal[
+    "sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
+    "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+KtoLoss = Literal["kto", "apo_zero_unpaired"]
+OF_REFERENCE = ("training.beta", "training.loss_type", "training.precompute_ref_log_probs")
 ANSWER = (str, list)  # a text, or a list of messages
-PAIR = (Field("chosen", ANSWER), Field("rejected", ANSWER), Field("prompt", ANSWER, required=False))
+PAIR = (
+    Field("chosen", ANSWER, chats=True),
+    Field("rejected", ANSWER, chats=True),
+    Field("prompt", ANSWER, required=False, chats=True),
+)
 
 
 class Preference(Task):
@@ -45,7 +57,32 @@ class Preference(Task):
     adds_adapters = True
     folder = "trainer"  # of TRL, where its trainer is
     fused = False  # the loss reads the head's weight by itself, through TRL's fused head
+    rounds = True  # TRL rounds what is trained in full beside a quantised base
     splits = True  # the loss counts the answer's tokens alone
+    losses: tuple[str, ...] = ()  # by TRL's names, where there are several
+    keys: tuple[str, ...] = ("training.disable_dropout",)
+    own_loss = "TRL's rewards"
+    quantised = True
+
+    def conflicts(self, m: Values, d: Values, t: Values) -> Found:
+        if self.losses:
+            if t.precompute_ref_log_probs is False and m.lora is None:
+                what = "a second model as reference is not kept; leave it out, or write model.lora, whose base is one"
+                yield "training.precompute_ref_log_probs", what
+            if t.precompute_ref_log_probs and m.lora not in (None, WRONG):
+                yield "training.precompute_ref_log_probs", "the reference is the base of model.lora; leave it out"
+            if t.loss_type not in (None, WRONG) and t.loss_type not in self.losses:
+                yield "training.loss_type", f"is not a loss of task {self.name}"
+        if not isinstance(m.quantization_config, dict):
+            return
+        if t.fp16:
+            what = "TRL trains adapters of a quantised base in bfloat16; write training.bf16"
+            yield "training.fp16", f"task {self.name}: {what}"
+        lora = m.lora if isinstance(m.lora, dict) else {}
+        in_full = not self.splits or lora.get("modules_to_save") or lora.get("bias", "none") != "none"
+        if self.rounds and in_full and t.bf16 in OFF and t.fp16 in OFF and m.dtype == "float32":
+            what = "TRL has what is trained in full in bfloat16 beside a quantised base, and its inputs in float32"
+            yield "training.bf16", f"task {self.name}: {what}; write true"
 
     def sequences(self, config: RunConfig) -> int:
         return 1 + any(field.name == "rejected" for field in self.fields)
@@ -124,6 +161,7 @@ class Preference(Task):
         return run
 
 
+@TASKS.add
 class Dpo(Preference):
     """Direct preference optimisation."""
 
@@ -131,33 +169,52 @@ class Dpo(Preference):
     fields = PAIR
     trainer, arguments = "trl.DPOTrainer", "trl.DPOConfig"
     fused = has_reference = True
+    losses = get_args(DpoLoss)
+    keys = (*Preference.keys, *OF_REFERENCE)
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         given = super().complete(given, config)
         return {**given, "loss_type": [given["loss_type"]]} if "loss_type" in given else given
 
 
+@TASKS.add
 class Kto(Preference):
     """Answers that are good or not, one by one. The rows are read in their order."""
 
     name = "kto"
-    fields = (Field("prompt", ANSWER), Field("completion", ANSWER), Field("label", (bool,)))
+    fields = (Field("prompt", ANSWER, chats=True), Field("completion", ANSWER, chats=True), Field("label", (bool,)))
     trainer, arguments = "trl.KTOTrainer", "trl.KTOConfig"
     fused = has_reference = True
+    losses = get_args(KtoLoss)
+    keys = (*Preference.keys, *OF_REFERENCE, "training.desirable_weight", "training.undesirable_weight")
+
+    def conflicts(self, m: Values, d: Values, t: Values) -> Found:
+        yield from super().conflicts(m, d, t)
+        if t.loss_type == "apo_zero_unpaired":
+            return
+        if t.per_device_train_batch_size == 1:
+            what = "kto compares each row with others of its batch; write 2 or more"
+            yield "training.per_device_train_batch_size", what
+        if t.train_sampling_strategy not in (None, "sequential", WRONG):
+            yield "training.train_sampling_strategy", "kto pairs rows in the order of the data; write sequential"
 
 
+@TASKS.add
 class Reward(Preference):
     """A number for each text, larger for the chosen one."""
 
     name = "reward"
     fields = (*PAIR, Field("margin", (float, int), required=False))
     splits = False
+    labels = ("reward",)
+    keys = (*Preference.keys, "training.center_rewards_coefficient", "model.labels")
     model_class = "transformers.AutoModelForSequenceClassification"
     trainer, arguments = "trl.RewardTrainer", "trl.RewardConfig"
     adapters = "SEQ_CLS"
     pipeline_tag = "text-classification"
 
 
+@TASKS.add
 class Orpo(Preference):
     """Odds ratio preference optimisation: no reference."""
 
@@ -165,6 +222,8 @@ class Orpo(Preference):
     fields = PAIR
     trainer, arguments = "trl.experimental.orpo.ORPOTrainer", "trl.experimental.orpo.ORPOConfig"
     folder = "experimental/orpo"
+    rounds = False
+    keys = (*Preference.keys, "training.beta")
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**super().complete(given, config), "remove_unused_columns": False}

@@ -13,7 +13,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deepstow.trainer.tasks.task import MASKED, MULTIPLE, Field, Task, losses_of, mean_over_tokens, takes_no_count
+from deepstow.trainer.tasks.task import (
+    MASKED,
+    MULTIPLE,
+    OF_TOKENS,
+    TASKS,
+    Field,
+    Task,
+    losses_of,
+    mean_over_tokens,
+    takes_no_count,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
 
 
+@TASKS.add
 class Seq2Seq(Task):
     """A completion for each prompt."""
 
@@ -33,6 +44,13 @@ class Seq2Seq(Task):
     adapters = "SEQ_2_SEQ_LM"
     drops_columns = True
     pipeline_tag = "text2text-generation"
+    keys = (
+        "data.max_target_length",
+        "training.predict_with_generate",
+        "training.generation_max_length",
+        "training.generation_num_beams",
+    )
+    metrics = (*OF_TOKENS, "exact_match", "gen_len")
 
     def features(
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any

@@ -1,8 +1,8 @@
 """What is different between tasks, each in its class: which columns a row needs, which of Transformers' classes makes
 the model, which Trainer trains it with which arguments, and what its forward computes.
 
-The trainers, losses and collators are those of Transformers and TRL; nothing of them is written again. The base class
-describes the prediction of the next token, ``sft`` and ``pretrain``, whose rows come from ``trainer/data/formats.py``.
+The trainers, losses and collators are those of Transformers and TRL; nothing of them is written again. ``sft`` and
+``pretrain`` predict the next token of rows that come from ``trainer/data/formats.py``.
 
 Invariant. A run trains what the same Trainer alone trains on the same rows, to the last bit.
 
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepstow.strategies.core.protocol import Refusal, is_older
+from deepstow.trainer.registry import Registry, needed
+from deepstow.trainer.values import Found, Values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
 
 READS_MODULES = (5, 18)  # the release of Transformers that loads what is trained in full beside adapters
+WITH_HEAD = ("SEQ_CLS", "TOKEN_CLS")  # tasks of peft whose new heads it trains in full
 MASKED = -100  # a label that is not trained
 MULTIPLE = 8  # batches are padded to a multiple of it
 
@@ -40,14 +43,23 @@ class Field(NamedTuple):
     name: str
     kinds: tuple[type, ...]  # empty: the task looks at them
     required: bool = True
+    chats: bool = False  # a list in it is of messages
 
 
 class Task:
-    """Prediction of the next token.
+    """What can be learned.
 
     Attributes:
+        name: in a config; a task from outside is given the one that it is used by.
         fields: columns of a row; empty if they are those of language models.
-        model_class, trainer, arguments: dotted names of classes.
+        model_class: dotted name of the class.
+        trainer, arguments: dotted names of classes, or the classes.
+        labels: those of its models, if it has always the same.
+        plain: its rows are text, without answers that alone are trained on.
+        keys: dotted keys of a config that not every task has, and this one does.
+        metrics: what its evaluations give; empty if that is not known.
+        own_loss: what evaluations say of a loss that is not the model's own, and takes no option of it; empty: it is.
+        quantised: a base in few bits has been compared with the stock Trainer.
         adapters: peft's name of the task.
         adds_adapters: the Trainer wraps the model in adapters, and not the run.
         runs_once: a loss runs the model's forward once, by itself.
@@ -56,11 +68,17 @@ class Task:
         pipeline_tag: of the model card.
     """
 
-    name = "sft"
+    name: str
     fields: tuple[Field, ...] = ()
     model_class = "transformers.AutoModelForCausalLM"
-    trainer = "transformers.Trainer"
-    arguments = "transformers.TrainingArguments"
+    trainer: str | type = "transformers.Trainer"
+    arguments: str | type = "transformers.TrainingArguments"
+    keys: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    plain = False
+    metrics: tuple[str, ...] = ()
+    own_loss = ""
+    quantised = False
     adapters = "CAUSAL_LM"
     adds_adapters = False
     runs_once = True
@@ -68,15 +86,28 @@ class Task:
     drops_columns = False  # the collator takes what it needs
     pipeline_tag = "text-generation"
 
+    def __init__(self) -> None:
+        if not self.language and not all(isinstance(each, Field) for each in self.fields or ("",)):
+            raise TypeError("fields must name the columns, as in fields = (Field('words', (list,)),)")
+
     @property
     def language(self) -> bool:
         """Whether it predicts the next token of rows of text."""
-        return not self.fields
+        return isinstance(self, Language)
 
     @property
     def generates(self) -> bool:
         """Whether the model continues a text."""
         return self.model_class.endswith("CausalLM")
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether a decoder writes a text after an encoder has read one."""
+        return self.model_class.endswith("Seq2SeqLM")
+
+    def conflicts(self, m: Values, d: Values, t: Values) -> Found:
+        """Keys of the sections ``model``, ``data`` and ``training`` that cannot be combined, and what would work."""
+        yield from ()
 
     def sequences(self, config: RunConfig) -> int:
         """Sequences of a row in one forward."""
@@ -92,7 +123,7 @@ class Task:
                 what = "has not been compared with distill, whose teacher answers whole rows; leave one of the two out"
                 yield Refusal(f"strategies.{name}", strategy.model_dump(exclude_unset=True), what)
         lora = config.model.lora
-        in_full = lora and (lora.modules_to_save or self.adapters == "SEQ_CLS")
+        in_full = lora and (lora.modules_to_save or self.adapters in WITH_HEAD)
         if lora and in_full and not config.model.merges and is_older("transformers", READS_MODULES):
             what = "Transformers before 5.18 does not load the modules that are trained in full beside adapters"
             yield Refusal(
@@ -103,6 +134,7 @@ class Task:
         """What cannot work with this model, known from its configuration and other small files of a ``saved`` one."""
         yield from ()
 
+    @needed
     def features(
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
     ) -> list[dict[str, Any] | str]:
@@ -126,6 +158,7 @@ class Task:
         """The keyword arguments for ``arguments``, from those that are the same for all tasks."""
         return {**given, "remove_unused_columns": self.drops_columns}
 
+    @needed
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         """Further keyword arguments for ``trainer``."""
         raise NotImplementedError
@@ -152,10 +185,37 @@ class Task:
         return {"input_ids": ids}
 
 
-class Pretrain(Task):
+TASKS: Registry[Task] = Registry(Task, "deepstow.tasks", "deepstow.trainer.tasks")
+OF_TOKENS = ("loss", "perplexity", "tokens")  # what an evaluation of each token's loss gives
+
+
+@TASKS.add
+class Language(Task):
+    """Prediction of the next token."""
+
+    name = "sft"
+    keys = (
+        "data.datasets",
+        "data.packing",
+        "data.excess_length_strategy",
+        "data.completion_only_loss",
+        "data.assistant_only_loss",
+        "data.streaming",
+        "data.format",
+    )
+    metrics = OF_TOKENS
+    quantised = True
+
+
+@TASKS.add
+class Pretrain(Language):
     """The same on plain text."""
 
     name = "pretrain"
+    plain = True
+
+
+LANGUAGE = Language()
 
 
 def takes_no_count(model: Any) -> None:
@@ -169,8 +229,10 @@ def token_types(model: Any, config: RunConfig, ids: Tensor) -> dict[str, Tensor]
     return {"token_type_ids": ids} if "token_type_ids" in takes else {}
 
 
-def loaded(dotted: str) -> Any:
-    """The class of a dotted name."""
+def loaded(dotted: str | type) -> Any:
+    """The class of a dotted name; a class is one already."""
+    if isinstance(dotted, type):
+        return dotted
     module, _, name = dotted.rpartition(".")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
@@ -208,3 +270,9 @@ def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
     rows: Any = prediction.predictions  # what was made of each sequence: summed loss and number of tokens, [N, 2]
     loss, tokens = rows.astype("float64").sum(axis=0)
     return {"loss": float(loss / tokens) if tokens else math.nan, "tokens": int(tokens)}
+
+
+def only_language(config: RunConfig, what: str) -> None:
+    """Raise ConfigError unless the task of ``config`` predicts the next token, as ``what`` needs."""
+    if not config.learns.language:
+        raise config.error("task", config.task, f"{what} is for sft and pretrain only")

@@ -48,7 +48,7 @@ from deepstow.trainer.planning.fit import explained
 from deepstow.trainer.planning.from_config import check_options, narrowed, plan_of
 from deepstow.trainer.run import order
 from deepstow.trainer.run.stage_trial import form_of_stages
-from deepstow.trainer.tasks.table import only_language
+from deepstow.trainer.tasks.task import only_language
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan

@@ -28,6 +28,6 @@ class Values(dict[str, Any]):
 WRONG = Wrong()
 
 Found = Iterator[tuple[str, str]]  # a key, and what would work
-LANGUAGE = ("sft", "pretrain")  # tasks that predict the next token of rows of text
+OFF = (None, False)  # and 0, 0.0, which are equal to False
 NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")  # what losses of our own do not have
 KEEP_ONE = "keep one of the two"

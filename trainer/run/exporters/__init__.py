@@ -1,0 +1,1 @@
+"""Other forms of the trained model, one file each. Nothing heavy is imported before one is made."""

@@ -1,0 +1,1 @@
+"""Trainers of tasks, in files that are imported only where one trains."""
