@@ -142,6 +142,9 @@ def of_axolotl(given: Given, draft: Draft) -> dict[str, Any]:
             draft.lose(each.at(name), "is not read of a data set; write the rows that it makes into a file")
         ours.append(one)
     outcome = _mixed(ours)
+    if tree.get("train_on_inputs") and not prefers and kinds - {"completion", "pretrain"}:
+        what = "trains on what each turn says, and not on what stands around it; write false"
+        draft.lose(Given(given.source, ("train_on_inputs",), True), what)
     if "completion" in kinds and len(kinds) > 1:
         draft.lose(
             given, "are texts, which are split, and rows that are dropped where they are long; train on one kind"
@@ -184,9 +187,6 @@ def _chat(each: Given, entry: dict[str, Any], kind: str, draft: Draft, one: dict
     one["assistant_only_loss"] = True
     if old:
         draft.lose(each.at("type"), "writes the words of FastChat around turns; write type: chat_template")
-    if each.tree.get("train_on_inputs"):
-        what = "trains on what each turn says, and not on what stands around it; write false"
-        draft.lose(Given(each.source, ("train_on_inputs",), True), what)
     usual = {
         "roles_to_train": lambda value: {*value} <= ROLES["assistant"],
         "train_on_eos": lambda value: value == "turn",
