@@ -533,6 +533,10 @@ REFUSED = (
     ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
     ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
     ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
+    (
+        {"a.yaml": "template: x\ndataset: y", "data/dataset_info.json": '{"y": 1, "y": 2}'},
+        "data/dataset_info.json:1: y = 2: duplicate key, first on line 1; keep one",
+    ),
     ({"a.yaml": "base_model: x\nrl: grpo"}, 'a.yaml:2: rl = "grpo": cannot be imported; there are sft, pt, '),
 )
 

@@ -7,13 +7,12 @@ comes from a tokenizer, nobody can say without it: that is named.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepstow.trainer.config.importing.draft import LOST, Draft
-from deepstow.trainer.config.importing.read import Given, Source
+from deepstow.trainer.config.importing.read import Given, Source, mapping
 
 EXCESS = "data.excess_length_strategy"
 STREAM = "cuts rows out of one stream, where documents see each other; here rows hold documents that do not"
@@ -289,8 +288,7 @@ def _info(given: Given) -> tuple[str, dict[str, Any]]:
     beside = Path(given.source.file).parent
     for each in (Path(folder), beside / folder, beside):
         if (each / INFO).is_file():
-            tree = json.loads((each / INFO).read_text(encoding="utf-8"))
-            return str(each), tree if isinstance(tree, dict) else {}
+            return str(each), mapping(each / INFO).tree
     return folder, {}
 
 
