@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from deepstow.launch import import_config
+from deepstow.trainer.config.importing.finish import imported
+from deepstow.trainer.config.importing.read import Source
 from tests.e2e.commands import Server
 from tests.helpers.tiny import LLAMA
 from tests.helpers.trainers import tokenizer
@@ -70,3 +72,11 @@ def test_trained_as_trl_trains(task: str, lora: bool, server: Server, tmp_path: 
     # TRL sums the loss over chunks of tokens, which rounds in another order; a rate or a row more would be 1e-3.
     worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
     assert worst < 2e-5, worst
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "kto", "reward"])
+def test_no_default_of_trl_is_lost(task: str) -> None:
+    """All names of its arguments are known, as they are where nobody has said anything."""
+    parsed = import_module(f"trl.scripts.{task}").make_parser().parse_args(["--dataset_name", "d"])
+    draft = imported([Source("trl", "args.json", vars(parsed) | ({"task": task} if task != "sft" else {}))])
+    assert [str(fault) for fault in draft.lost] == []

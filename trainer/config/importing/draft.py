@@ -39,7 +39,15 @@ SAME = {
     "accelerate": ("training.gradient_accumulation_steps",),
     "axolotl": ("training.", *LORA, "data.streaming"),
     "llamafactory": ("training.", *LORA),
-    "trl": ("training.", *LORA, *DATA, "data.chat_template_path", "model.dtype", "model.quantization_config.bnb_"),
+    "trl": (
+        "training.",
+        *LORA,
+        *DATA,
+        "data.streaming",
+        "data.chat_template_path",
+        "model.dtype",
+        "model.quantization_config.bnb_",
+    ),
     "transformers": ("training.", *LORA, *DATA, "model.dtype", "model.quantization_config.bnb_"),
 }
 
