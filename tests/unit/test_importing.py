@@ -11,12 +11,16 @@ import yaml
 
 from deepstow.launch import cli, import_config
 from deepstow.trainer.config.check import check
-from deepstow.trainer.config.importing.draft import Draft
+from deepstow.trainer.config.importing import datasets
+from deepstow.trainer.config.importing.draft import Draft, differs
 from deepstow.trainer.config.importing.finish import imported
 from deepstow.trainer.config.importing.read import NAMES, Source, read_all
 from deepstow.trainer.config.importing.rules import ARGUMENTS, RULES
 from deepstow.trainer.config.load import load
+from deepstow.trainer.config.sections import DataSection
 from deepstow.trainer.config.yaml_file import parse
+from deepstow.trainer.data.chats import Fault, find_template
+from deepstow.trainer.data.chats import read as read_chat
 from deepstow.trainer.errors import ConfigError
 
 ZERO_3 = {
@@ -219,6 +223,10 @@ eval_strategy: steps
 eval_steps: 500
 flash_attn: fa2
 """
+DATASET_INFO = {
+    "identity": {"file_name": "chats.json", "formatting": "sharegpt", "columns": {"messages": "turns"}},
+    "alpaca_en_demo": {"hf_hub_url": "org/alpaca", "ms_hub_url": "other/alpaca"},
+}
 SFT = (
     "accelerate launch --config_file acc.yaml --num_processes 4 sft.py --model_name_or_path Qwen/Qwen2-0.5B "
     "--dataset_name trl-lib/Capybara --use_peft --lora_r 32 --lora_target_modules q_proj v_proj --packing "
@@ -228,6 +236,7 @@ CLM = (
     "python run_clm.py --model_name_or_path gpt2 --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 "
     "--do_train --do_eval --block_size 512 --output_dir /tmp/clm --lora_r_unknown 3 --fsdp hybrid_shard_zero2 auto_wrap"
 )
+LLAMA3 = datasets.LLAMA_FACTORY["llama3"].text()
 # Name: files, and the command; the whole config; the keys that are named as lost, and a part of why.
 CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, str]]] = {
     "deepspeed alone": (
@@ -239,7 +248,11 @@ training: {learning_rate: 8e-4, per_device_train_batch_size: 4, gradient_accumul
   lr_scheduler_type: constant, fp16: true, logging_steps: 10}
 strategies: {zero: {stage: 2}, offload: {}}
 """,
-        {"zero_optimization.zero_quantized_weights": "no key"},
+        {
+            "zero_optimization.zero_quantized_weights": "is no key that is known",
+            "optimizer.params.weight_decay": "of all weights there",
+            "fp16.initial_scale_power": "write 16",
+        },
     ),
     "a script and its ds_config": (
         {"train.sh": TRAIN_SH, "configs/ds.json": ZERO_3},
@@ -253,11 +266,8 @@ training: {output_dir: out, learning_rate: 2e-5, per_device_train_batch_size: 4,
 strategies: {zero: {stage: 3}, offload: {}}
 """,
         {
-            "lr_scheduler_type": "configs/ds.json:1: scheduler.type is in force there",
+            "scheduler.type": "one step behind",
             "scheduler.params.warmup_type": "logarithm",
-            "run_name": "a variable of the shell",
-            "zero_optimization.offload_param.device": "rests in host memory",
-            "zero_optimization.offload_param.nvme_path": "for optimizer state and a frozen base",
         },
     ),
     "trl through accelerate": (
@@ -273,7 +283,6 @@ strategies: {zero: {stage: 2}, offload: {}}
 """,
         {
             "gradient_accumulation_steps": "command line: gradient_accumulation_steps is 8, and that is written",
-            "mixed_precision": "another precision",
         },
     ),
     "run_clm": (
@@ -286,10 +295,8 @@ training: {output_dir: /tmp/clm, logging_steps: 500}
 strategies: {zero: {stage: 3}}
 """,
         {
-            "block_size": "do not see each other",
-            "do_eval": "eval_strategy",
-            "lora_r_unknown": "no key for it here",
-            "fsdp": "stage 3 is written",
+            "block_size": "hold documents that do not",
+            "lora_r_unknown": "is no key that is known",
         },
     ),
     "accelerate with FSDP": (
@@ -314,11 +321,14 @@ data: {datasets: [{path: notes.jsonl, columns: {text: body}}, {path: org/chats, 
 training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train_batch_size: 2,
   gradient_accumulation_steps: 4, num_train_epochs: 4, optim: adamw_torch_fused, lr_scheduler_type: cosine,
   warmup_steps: 0.03, bf16: true, tf32: false, logging_steps: 1, report_to: wandb,
-  project: mine, eval_strategy: steps, eval_steps: 0.0625, save_strategy: epoch}
+  project: mine, eval_strategy: steps, eval_steps: 0.0625, eval_on_start: true, save_strategy: steps, save_steps: 0.25,
+  save_total_limit: 4, average_tokens_across_devices: false}
 """,
         {
-            "datasets": "...: not read of it: roles_to_train",
-            "optimizer": "32 bits",
+            "datasets": "train on one kind",
+            "chat_template": "with {% generation %} around",
+            "warmup_steps": "at most 100",
+            "optimizer": "in 8 bits",
             "special_tokens.eos_token": "save one",
         },
     ),
@@ -330,10 +340,11 @@ model: {name_or_path: TinyLlama/TinyLlama_v1.1, attn_implementation: flash_atten
 data: {path: allenai/c4, name: en, max_length: 2048, excess_length_strategy: split, streaming: true}
 training: {output_dir: model-out, learning_rate: 2e-4, per_device_train_batch_size: 2, num_train_epochs: 1.0,
   gradient_accumulation_steps: 8, max_steps: 200, optim: adamw_torch_fused, lr_scheduler_type: cosine_with_min_lr,
-  lr_scheduler_kwargs: {min_lr_rate: 0.1}, warmup_steps: 0.05, fp16: true, save_steps: 50}
+  lr_scheduler_kwargs: {min_lr_rate: 0.1}, warmup_steps: 10, bf16: false, fp16: true, save_strategy: steps,
+  save_steps: 50, save_total_limit: 4, average_tokens_across_devices: false}
 strategies: {zero: {stage: 2}, offload: {}}
 """,
-        {"adapter": "full is written"},
+        {"adapter": "full is written", "pretraining_dataset": "one stream"},
     ),
     "trl in four bits": (
         {},
@@ -357,7 +368,7 @@ data: {datasets: [{path: chats.jsonl}, {path: pairs.jsonl}], eval_fraction: 0.1,
 training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: false, gradient_checkpointing: true,
   eval_strategy: epoch}
 """,
-        {"datasets": "not read of it: fraction"},
+        {"datasets.0.fraction": "token_share", "datasets.1.fraction": "token_share"},
     ),
     "axolotl on preferences": (
         {"dpo.yml": AXOLOTL_DPO},
@@ -368,9 +379,10 @@ model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16}
 data: {path: org/pairs, eval_path: held_out.jsonl, columns: {prompt: conversation, chosen: better}, max_length: 512}
 training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
   optim: lion_32bit, lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo,
-  beta: 0.2, eval_strategy: steps, eval_steps: 50}
+  beta: 0.2, eval_strategy: steps, eval_steps: 50, eval_on_start: true, save_total_limit: 4,
+  average_tokens_across_devices: false}
 """,
-        {"optimizer": "lion_32bit is written, in 32 bits"},
+        {"optimizer": "lion_32bit has it in 32", "datasets.0.type": "as the template ends it"},
     ),
     "a script of TRL on preferences": (
         {},
@@ -385,18 +397,19 @@ training: {output_dir: trainer_output, learning_rate: 1e-6, bf16: true, gradient
         {},
     ),
     "llama-factory": (
-        {"lf.yaml": LLAMA_FACTORY},
+        {"lf.yaml": LLAMA_FACTORY, "data/dataset_info.json": DATASET_INFO},
         "",
         """
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16, attn_implementation: flash_attention_2,
   lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}, quantization_config: {
   load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: bfloat16}}
-data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1000}],
-  eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
-training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,
-  eval_steps: 500}
+data: {datasets: [{path: data/chats.json, columns: {messages: turns}, assistant_only_loss: true, limit: 1000},
+  {path: org/alpaca, limit: 1000}], eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate,
+  chat_template: LLAMA3}
+training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, gradient_checkpointing: true, logging_steps: 500,
+  eval_strategy: steps, eval_steps: 500}
 """,
-        {"deepspeed": "no such file", "dataset": "and assistant_only_loss", "template": "the tokenizer's own"},
+        {"deepspeed": "a file that is not here", "dataset": "alpaca_en_demo has rows", "cutoff_len": "of a long row"},
     ),
 }
 
@@ -418,7 +431,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_an_example_becomes(case: str, tmp_path: Path) -> None:
     files, command, config, lost = CASES[case]
     draft = read(tmp_path, files, command)
-    assert draft.tree() == parse(config, "")[0]
+    assert draft.tree() == parse(config.replace("LLAMA3", json.dumps(LLAMA3)), "")[0]
     assert {".".join(fault.key) for fault in draft.lost} == lost.keys()
     assert [fault for fault in draft.lost if lost[".".join(fault.key)] not in str(fault)] == []
     absent = {"model.name_or_path", "data.path", "training.output_dir"}
@@ -426,7 +439,7 @@ def test_what_an_example_becomes(case: str, tmp_path: Path) -> None:
     # The file says the same as the draft, and where each key comes from.
     text = draft.text("start")
     assert parse(text, "")[0] == draft.tree() and yaml.safe_load(text)
-    assert all(f"# {said}" in text for said in ("Made by", *(f"  {fault}" for fault in draft.lost)))
+    assert all(f"# {said}" in text for said in ("Made by", *map(differs, draft.lost)))
     assert all(" # " in line for line in text.splitlines() if re.match(r" +\w+: \S", line))
 
 
@@ -446,7 +459,7 @@ def test_ranks_and_their_batch(tmp_path: Path) -> None:
     ds = {"train_batch_size": 64, "gradient_clipping": 1.0}
     with_args = read(tmp_path, {"ds.json": ds}, launched.replace("2", "8"))
     assert with_args.lost == [] and with_args.ranks == 8
-    assert "2 per device x 1 micro-batches x 8 ranks is another batch" in str(
+    assert "is another batch than 2 per device x 1 micro-batches x 8 ranks" in str(
         read(tmp_path, {"ds.json": ds}, launched).lost
     )
 
@@ -462,7 +475,8 @@ def test_deepspeed_decides_what_it_does_not_say(tmp_path: Path) -> None:
         "learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 1000,
         "lr_scheduler_kwargs": {"min_lr_rate": 1e-4}, "zero.stage": 0,
     }  # fmt: skip
-    assert [".".join(fault.key) for fault in draft.lost] == ["max_grad_norm", "optimizer.params.lr"]
+    assert {".".join(fault.key) for fault in draft.spare} >= {"max_grad_norm", "optimizer.params.lr"}
+    assert [".".join(fault.key) for fault in draft.lost] == ["scheduler.type"]
 
 
 def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:
@@ -471,9 +485,39 @@ def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:
 
     saved = TrainingArguments("out", use_cpu=True, learning_rate=1e-4, warmup_steps=0.1).to_json_string()
     draft = read(tmp_path, {"training_args.json": saved})
-    assert [fault.key for fault in draft.lost] == [("hub_token",)]
+    assert draft.lost == []
     assert (draft.of("training.learning_rate"), draft.of("training.warmup_steps")) == (1e-4, 0.1)
     assert {fault.key[0] for fault in check(draft.tree())} == {"model", "data"}
+
+
+INFO = {
+    "c4": {"file_name": "c4.json", "columns": {"prompt": "body"}},
+    "talks": {"file_name": "c.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
+    "pairs": {"hf_hub_url": "org/pairs", "ranking": True, "columns": {"chosen": "chosen", "rejected": "rejected"}},
+}
+
+
+KEYS = Path(__file__).with_name("importing_keys.txt").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in KEYS if not line.startswith("#")], ids=lambda line: " ".join(line.split())
+)
+def test_what_a_key_becomes(line: str, tmp_path: Path) -> None:
+    kind, rest = line.split(maxsplit=1)
+    given, outcome = re.split(r"\s{2,}", rest, maxsplit=1)
+    keys = yaml.safe_load(given)
+    more = {"seed": 1} | ({"max_steps": 100} if kind == "axolotl" and "num_epochs" not in keys else {})
+    draft = read(tmp_path, {"a.yaml": more | keys, "data/dataset_info.json": INFO}, kind=kind)
+    if outcome.startswith("!"):
+        assert [fault for fault in draft.lost if outcome.removeprefix("! ") in str(fault)]
+    elif outcome == "=":
+        keys.popitem()
+        without = read(tmp_path, {"a.yaml": more | keys}, kind=kind)
+        assert (draft.tree(), draft.lost) == (without.tree(), without.lost)
+    else:
+        [(target, value)] = yaml.safe_load(outcome).items()
+        assert draft.of(target) == value
 
 
 REFUSED = (
@@ -489,6 +533,10 @@ REFUSED = (
     ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
     ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
     ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
+    (
+        {"a.yaml": "template: x\ndataset: y", "data/dataset_info.json": '{"y": 1, "y": 2}'},
+        "data/dataset_info.json:1: y = 2: duplicate key, first on line 1; keep one",
+    ),
     ({"a.yaml": "base_model: x\nrl: grpo"}, 'a.yaml:2: rl = "grpo": cannot be imported; there are sft, pt, '),
 )
 
@@ -537,16 +585,133 @@ def test_a_command_that_names_files_alone(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It writes no file over another without being told, and its exit code says whether the config can be trained."""
+    """What does not train the same is said, and written only with --anyway; no file is written over another."""
     out = tmp_path / "mine.yaml"
     words = ["import", "--out", str(out), "--", *CLM.split()]
-    assert cli.main(words) == 0 and load(out).training.output_dir == "/tmp/clm"
+    assert cli.main(words) == 2 and not out.exists()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("command line: does not train the same: block_size = 512: cuts rows out of one stream")
+    assert lines[1].startswith("command line: does not train the same: lora_r_unknown = 3: ") and len(lines) == 3
+    anyway = ["import", "--anyway", *words[1:]]
+    assert cli.main(anyway) == 0 and load(out).training.output_dir == "/tmp/clm"
+    assert all(f"# {line}" in out.read_text() for line in lines[:2])
     assert f"deepstow train --config {out}" in capsys.readouterr().out.splitlines()
     before = out.read_text()
-    assert cli.main([*words, "--seed", "7"]) == 2 and out.read_text() == before
+    assert cli.main([*anyway, "--seed", "7"]) == 2 and out.read_text() == before
     assert capsys.readouterr().err == f"--out {out}: there is such a file; name another, or add --overwrite\n"
-    assert cli.main(["import", "--overwrite", *words[1:], "--seed", "7"]) == 0 and load(out).training.seed == 7
+    assert cli.main(["import", "--overwrite", *anyway[1:], "--seed", "7"]) == 0 and load(out).training.seed == 7
     Path("ds.json").write_text(json.dumps(ZERO_3))
-    assert import_config.main(["ds.json"]) == 2
+    assert import_config.main(["ds.json", "--anyway"]) == 2
     said = capsys.readouterr().out
-    assert "#   ds.json:1: train_micro_batch_size_per_gpu" in said and "#   data.path: missing" in said
+    assert "# ds.json:1: does not train the same: train_micro_batch_size_per_gpu" in said
+    assert "#   data.path: missing" in said
+
+
+# --- data: ids and labels as the tool has them, by its algorithm ------------------------------------------------------
+
+LONGER = [("system", "Be short."), ("user", "Hi  there\n"), ("assistant", "Yes: 2 of\nthem."), ("user", "So?")]
+CHATS = [[("user", "What is 1 + 2?"), ("assistant", "Three.")], [*LONGER, ("assistant", "Ok [x].")]]
+MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<eos>")
+AXOLOTL_CHAT = """
+base_model: m
+datasets: [{path: c.jsonl, type: chat_template, field_messages: talk, message_property_mappings: {role: from,
+  content: value}}]
+chat_template: KIND
+eot_tokens: [END]
+learning_rate: 1e-4
+warmup_steps: 1
+"""
+FACTORY_CHAT = """
+model_name_or_path: m
+finetuning_type: full
+dataset: talks
+template: KIND
+"""
+TALKS = {"talks": {"file_name": "c.json", "formatting": "sharegpt", "columns": {"messages": "talk"}}}
+
+
+def _tokenizer() -> Any:
+    """Bytes and a few merges, with the marks of templates as tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=list(MARKS))
+    plain.train_from_iterator([text for chat in CHATS for turn in chat for text in turn] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<bos>", eos_token="<eos>")
+
+
+def _head(kind: str, role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n" if kind == "llama3" else f"<|im_start|>{role}\n"
+
+
+def _tail(kind: str) -> str:
+    return "<|eot_id|>" if kind == "llama3" else "<|im_end|>\n"
+
+
+def _as_axolotl(tokens: Any, kind: str, chat: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    """An answer is where the text differs from that with another answer, [[dummy_message]], so one that begins with [
+    or ends with ] loses that token. The end token within three is trained on.
+    """
+
+    def ids(turns: list[tuple[str, str]]) -> list[int]:
+        turns = [(role, said.strip() if kind == "llama3" else said) for role, said in turns]
+        text = "".join(f"{_head(kind, role)}{said}{_tail(kind)}" for role, said in turns)
+        return list(tokens(("<bos>" if kind == "llama3" else "") + text, add_special_tokens=False)["input_ids"])
+
+    whole = ids(chat)
+    labels, end = [-100] * len(whole), tokens.convert_tokens_to_ids(_tail(kind).strip())
+    for index, (role, _) in enumerate(chat):
+        if role == "assistant":
+            full, other = ids(chat[: index + 1]), ids([*chat[:index], (role, "[[dummy_message]]")])
+            pairs = list(zip(full, other, strict=False))
+            start = next(at for at, (one, two) in enumerate(pairs) if one != two)
+            back = next(at for at, (one, two) in enumerate(zip(full[::-1], other[::-1], strict=False)) if one != two)
+            stop = len(full) - back
+            labels[start:stop] = whole[start:stop]
+            at = whole.index(end, stop)
+            assert at - stop <= 3
+            labels[at] = end
+    return whole, labels
+
+
+def _as_llama_factory(tokens: Any, kind: str, chat: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    """Each piece is tokenised alone: what asks is masked, and an answer is trained on with all that ends it."""
+    form, ids, labels = "llama3" if kind == "llama3" else "chatml", [], []
+    system = (
+        [("system", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")] if kind == "qwen" else []
+    )
+    pieces = [("<bos>", False)] if kind == "llama3" else []
+    for role, said in chat if chat[0][0] == "system" else [*system, *chat]:
+        asked = f"{_head(form, role)}{said}{_tail(form)}{_head(form, 'assistant') if role == 'user' else ''}"
+        pieces.append((f"{said}{_tail(form)}", True) if role == "assistant" else (asked, False))
+    for text, trained in pieces:
+        found = tokens(text, add_special_tokens=False)["input_ids"]
+        ids += found
+        labels += found if trained else [-100] * len(found)
+    return ids, labels
+
+
+KINDS = [("axolotl", name) for name in datasets.AXOLOTL] + [("llamafactory", name) for name in datasets.LLAMA_FACTORY]
+
+
+@pytest.mark.parametrize(("tool", "kind"), KINDS)
+def test_chats_have_the_ids_and_labels_of_the_tool(tool: str, kind: str, tmp_path: Path) -> None:
+    tokens, end = _tokenizer(), _tail(kind).strip()
+    config = (AXOLOTL_CHAT if tool == "axolotl" else FACTORY_CHAT).replace("KIND", kind).replace("END", f"'{end}'")
+    draft = read(tmp_path, {"a.yml": config, "data/dataset_info.json": TALKS})
+    assert {".".join(fault.key) for fault in draft.lost} == ({"cutoff_len"} if tool == "llamafactory" else set())
+    data = draft.tree()["data"]
+    assert (data["columns"], data["assistant_only_loss"]) == ({"messages": "talk"}, True)
+    template = find_template(DataSection(**data), tokens)
+    names = {"user": "human", "assistant": "gpt"}
+    for chat in CHATS:
+        row = {"messages": [{"from": names.get(role, role), "value": said} for role, said in chat]}
+        reference = _as_axolotl if tool == "axolotl" else _as_llama_factory
+        assert template.encode(read_chat(row, "talk", True), True) == reference(tokens, kind, chat)
+    if tool == "llamafactory":  # which leaves such a row out
+        with pytest.raises(Fault, match="no pairs of user and assistant"):
+            template.encode(read_chat({"messages": row["messages"][:-1]}, "talk", True), True)

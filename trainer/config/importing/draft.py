@@ -1,8 +1,9 @@
-"""Our config while it is filled from others, and what was left out of it.
+"""Our config while it is filled from others, and what becomes of each of their keys.
 
-A key is carried over by the first of these that knows it: a rule (``rules.py``); ``foreign.yaml``, by whose answer a
-value is copied, turned round or replaced; our own key of the same name. What none knows is named, and so is a value
-that our check refuses: both are left out.
+A key is carried over, or has no effect on what is trained, or is lost: then the config does not train the same. The
+first that knows a key decides: the table of its tool (``rules.py``); ``foreign.yaml``, by whose answer a value is
+copied, turned round or replaced; our own key of the same name, where the tool means the same by it. What none knows is
+lost, and so is a value that our check refuses.
 """
 
 from __future__ import annotations
@@ -17,11 +18,42 @@ from deepstow.trainer.config.importing.read import NAMES, Given, Source
 from deepstow.trainer.config.sections import SECTIONS
 from deepstow.trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, shown
 
-LOST = "lost"  # in the outcome of a rule: what of the key is not carried over
+LOST = "lost"  # in the outcome of a rule: why the key does not train the same
 UNNEEDED = "; remove the line"  # how an answer of foreign.yaml ends where nothing is lost without the key
-OTHERWISE = {  # mean other things there
-    "name", "path", "split", "config", "columns", "train", "r", "bias", "tokenizer", "export", "limit",
-}  # fmt: skip
+UNKNOWN = "is no key that is known here; correct it, or leave it out if it does nothing"
+# Whose names of foreign.yaml count for a file of each.
+HUGGING_FACE = ("Hugging Face", "older Hugging Face", "run_clm", "FSDP")
+FRAMEWORKS = {
+    "deepspeed": ("DeepSpeed",),
+    "accelerate": ("Accelerate", "torchrun", "DeepSpeed", *HUGGING_FACE),
+    "axolotl": ("Axolotl", *HUGGING_FACE),
+    "llamafactory": ("LLaMA-Factory", "TRL", *HUGGING_FACE),
+    "trl": ("TRL", *HUGGING_FACE),
+    "transformers": ("TRL", *HUGGING_FACE),
+}
+# Our sections and keys outside of training that mean the same there, under the same name.
+LORA = ("model.lora.lora_", "model.lora.use_", "model.lora.loraplus_", "model.trust_remote_code", "model.attn_")
+DATA = ("data.max_length", "data.packing", "data.completion_only_loss", "data.assistant_only_loss")
+SAME = {
+    "deepspeed": ("training.gradient_accumulation_steps",),
+    "accelerate": ("training.gradient_accumulation_steps",),
+    "axolotl": ("training.", *LORA, "data.streaming"),
+    "llamafactory": ("training.", *LORA),
+    "trl": (
+        "training.",
+        *LORA,
+        *DATA,
+        "data.streaming",
+        "data.chat_template_path",
+        "model.dtype",
+        "model.quantization_config.bnb_",
+    ),
+    "transformers": ("training.", *LORA, *DATA, "model.dtype", "model.quantization_config.bnb_"),
+}
+
+
+class Nothing(str):
+    """The outcome of a rule: why the key has no effect on what is trained."""
 
 
 class Value(NamedTuple):
@@ -34,7 +66,7 @@ class Value(NamedTuple):
 
 @dataclass
 class Draft:
-    """Values by our dotted keys. ``lost`` changes what is trained or done, ``spare`` does not."""
+    """Values by our dotted keys. ``lost`` changes what is trained, ``spare`` does not."""
 
     sources: list[Source]
     values: dict[str, Value] = field(default_factory=dict)
@@ -56,8 +88,8 @@ class Draft:
         self.values.setdefault(target, Value(value, f"default of {NAMES[source.kind]}"))
 
     def put(self, target: str, value: Any, given: Given, wins: bool = False) -> None:
-        """Write our key. If another source wrote another value, that one stays, unless this one ``wins``, and both are
-        named.
+        """Write our key. If another source wrote another value, that one stays and this one is lost, unless this one
+        ``wins`` there, too.
         """
         value, words = _settled(target, value)
         before = self.values.get(target)
@@ -65,7 +97,7 @@ class Draft:
             self.lose(given, f"{target} {words}")
             return
         if wins and before and before.given and before.value != value:
-            self.lose(before.given, f"{given.where}: {given.name} is in force there, and that is written")
+            self.need_not(before.given, f"{given.where}: {given.name} is in force there, and that is written")
         if wins or before is None or before.given is None:
             same = value == given.value or isinstance(given.value, list | dict)
             was = given.name if same else f"{given.name} = {shown(given.key, given.value)}"
@@ -76,49 +108,46 @@ class Draft:
             )
 
     def lose(self, given: Given, why: str) -> None:
-        """Name what is not carried over."""
+        """Name what does not train the same; ``why`` with a cure."""
         self.lost.append(Fault(given.key, given.value, why, given.where))
 
     def need_not(self, given: Given, why: str) -> None:
-        """Name what needs no key here."""
+        """Name what has no effect on what is trained."""
         self.spare.append(Fault(given.key, given.value, why, given.where))
 
     def carry(self, source: Source, rules: Mapping[str, Rule], wins: Collection[str]) -> None:
-        """Every key of a source. ``auto`` is what other keys say, but for a rule of those that train."""
+        """Every key of a source. ``auto`` of DeepSpeed and Accelerate is what other keys say."""
         for given in _parts(Given(source, (), source.tree), rules):
             rule = rules.get(given.name)
-            if given.value in (None, "", [], {}) or (given.value == "auto" and (not source.trains or not rule)):
-                continue
-            if isinstance(given.value, str) and "$" in given.value and not source.locations:
-                self.lose(given, "a variable of the shell")
-                continue
-            if rule is None:
-                self._translate(given)
+            if given.value in (None, "", [], {}) or (given.value == "auto" and not source.trains):
                 continue
             try:
-                outcome = rule(given, self)
+                outcome = rule(given, self) if rule else self._translated(given)
             except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-                outcome = "has a value of another kind than is read there"
+                outcome = "is of another kind than is read there"
+            if isinstance(outcome, dict) and "$" in str(given.value) and not source.locations:
+                outcome = "is a variable of the shell; write its value"
+            if isinstance(outcome, Nothing):
+                self.need_not(given, outcome)
             for target, value in outcome.items() if isinstance(outcome, dict) else [(LOST, outcome)]:
-                if target == LOST and value:
+                if target == LOST and value and not isinstance(value, Nothing):
                     self.lose(given, value)
                 elif target != LOST and value is not None:
                     self.put(target, value, given, wins=given.name in wins)
 
-    def _translate(self, given: Given) -> None:
-        """By foreign.yaml, or by our own name. What is false, and no key of ours, was off."""
-        answer = _answer(given.key)
-        target, _, remark = (answer or _own(given.key) or "").partition("; ")
+    def _translated(self, given: Given) -> dict[str, Any] | str | None:
+        """The outcome by foreign.yaml, or by our own name."""
+        answer = _answer(given)
+        target, _, remark = (answer or _own(given) or "").partition("; ")
         if answer and answer.endswith(UNNEEDED):
-            self.need_not(given, answer.removesuffix(UNNEEDED))
-        elif remark == "with the opposite meaning":
-            self.put(target, not given.value, given)
-        elif given.value is False and (answer or not target or not given.source.trains):
-            return
-        elif not _is_ours(target) or (remark and not remark.startswith("write ")):
-            self.lose(given, (answer or "there is no key for it here").replace("; ", ": ", 1))
-        else:
-            self.put(target, parse(remark.removeprefix("write "), "")[0] if remark else given.value, given)
+            return Nothing(answer.removesuffix(UNNEEDED))
+        if remark == "with the opposite meaning":
+            return {target: not given.value}
+        if answer and given.value is False:
+            return None  # off, as without it
+        if not _is_ours(target) or (remark and not remark.startswith("write ")):
+            return answer or UNKNOWN
+        return {target: parse(remark.removeprefix("write "), "")[0] if remark else given.value}
 
     def tree(self) -> dict[str, Any]:
         """The sections as plain values, in the order of our keys."""
@@ -145,11 +174,11 @@ class Draft:
                 yield from self._lines(value, (*at, name))
 
     def remarks(self) -> Iterator[str]:
-        """What was not carried over, what needs no key, and what our check says of the rest."""
+        """What does not train the same, what has no effect on that, and what our check says of the rest."""
         if self.lost:
-            yield from ("", "Not carried over, or not as it was:", *(f"  {fault}" for fault in self.lost))
+            yield from ("", *map(differs, self.lost))
         if self.spare:
-            yield from ("", "Needs no key here:")
+            yield from ("", "No effect on what is trained:")
         reasons = [(fault.location.file, fault.what) for fault in self.spare]
         for reason in dict.fromkeys(reasons):
             names = (".".join(fault.key) for fault, of in zip(self.spare, reasons, strict=True) if of == reason)
@@ -159,7 +188,8 @@ class Draft:
             yield from (f"  {error_line(fault.key, fault.value, fault.what)}" for fault in faults)
 
 
-Rule = Callable[[Given, Draft], dict[str, Any] | str | None]  # ours, by key; or what is lost
+# The outcome: ours, by key; or why it does not train the same; or Nothing, and why; or None, which is nothing to say.
+Rule = Callable[[Given, Draft], dict[str, Any] | str | None]
 
 
 def _parts(given: Given, rules: Mapping[str, Rule]) -> Iterator[Given]:
@@ -176,17 +206,23 @@ def _is_ours(target: str) -> bool:
     return target.partition(".")[0] in {*SECTIONS, "strategies"}
 
 
-def _answer(key: Key) -> str | None:
+def differs(fault: Fault) -> str:
+    """One line about a key that is not carried over."""
+    return f"{fault.location}: does not train the same: {error_line(fault.key, fault.value, fault.what)}"
+
+
+def _answer(given: Given) -> str | None:
     """What foreign.yaml says of a key; or of the section that it is in, if that is a remark."""
-    names = [".".join(key[:depth]) for depth in range(len(key), 0, -1)]
-    answers = [(name, elsewhere()[name][1]) for name in names if name in elsewhere()]
+    names = [".".join(given.key[:depth]) for depth in range(len(given.key), 0, -1)]
+    found = [(name, *elsewhere()[name]) for name in names if name in elsewhere()]
+    answers = [(name, answer) for name, whose, answer in found if whose in FRAMEWORKS[given.source.kind]]
     return next((answer for name, answer in answers if name == names[0] or not _is_ours(answer)), None)
 
 
-def _own(key: Key) -> str | None:
-    """Our key of the same name, if others mean the same by it."""
-    ours = (known for known in known_keys() if known.partition(".")[0] in SECTIONS and known.endswith(f".{key[0]}"))
-    return next(ours, None) if len(key) == 1 and key[0] not in OTHERWISE else None
+def _own(given: Given) -> str | None:
+    """Our key of the same name, if the tool means the same by it."""
+    ours = (known for known in known_keys() if known.startswith(SAME[given.source.kind]))
+    return next((known for known in ours if known.endswith(f".{given.name}")), None) if len(given.key) == 1 else None
 
 
 def _settled(target: str, value: Any) -> tuple[Any, str | None]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from deepstow.trainer.config.importing import rules
+from deepstow.trainer.config.importing.datasets import EXCESS
 from deepstow.trainer.config.importing.draft import Draft, Value
 from deepstow.trainer.config.importing.read import Given, Source
-from deepstow.trainer.config.importing.rules import EXCESS, MICRO, QUANTISED, RATE, SCHEDULE, STEPS, WARMUP
+from deepstow.trainer.config.importing.rules import MICRO, QUANTISED, RATE, SCHEDULE, STEPS, WARMUP
 
 OUT = "training.output_dir"
 DEEPSPEED: dict[str, dict[str, Any]] = {  # by section of a ds_config, and by schedule
@@ -23,10 +24,13 @@ DEEPSPEED: dict[str, dict[str, Any]] = {  # by section of a ds_config, and by sc
 DEFAULTS: dict[str, dict[str, Any]] = {
     "transformers": {OUT: "trainer_output", "training.logging_steps": 500},
     "trl": {OUT: "trainer_output", RATE: 2e-5, "training.gradient_checkpointing": True, EXCESS: "truncate"},
-    "llamafactory": {OUT: "saves", "training.logging_steps": 500, "data.max_length": 2048, EXCESS: "truncate"},
+    "llamafactory": {
+        OUT: "saves", "training.logging_steps": 500, "data.max_length": 2048, EXCESS: "truncate",
+        "training.gradient_checkpointing": True,
+    },
     "axolotl": {
         OUT: "model-out", MICRO: 1, "training.num_train_epochs": 1.0, SCHEDULE: "cosine", "data.max_length": 512,
-        EXCESS: "drop",
+        EXCESS: "drop", "training.average_tokens_across_devices": False, "training.save_total_limit": 4,
     },
 }  # fmt: skip
 TRL_RATES = {"dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
@@ -74,10 +78,12 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
         if kind == "axolotl":
             draft.default("model.dtype", "bfloat16", source)
     if kind == "axolotl":
-        for name in ("save", "eval") if rules.evaluates(source) else ("save",):
-            if f"training.{name}_steps" not in draft.values:
-                draft.default(f"training.{name}_strategy", "epoch", source)
-        draft.values.setdefault(WARMUP, Value(0.03, "default of Axolotl, there at most 100 steps"))
+        _finish_axolotl(draft, whole)
+    if kind == "llamafactory" and tree.get("stage") != "pt":
+        cut = whole.at("cutoff_len", DEFAULTS[kind]["data.max_length"])
+        draft.lose(cut, "cuts prompt and answer of a long row, here its end is cut; shorten such rows yourself")
+    if kind == "trl" and tree.get("max_length", 1024) is None:
+        draft.lose(Given(source, ("max_length",), None), "is no limit there; write the length of the longest row")
     adapted = {
         "trl": bool(tree.get("use_peft")),
         "llamafactory": tree.get("finetuning_type", "lora") == "lora",
@@ -90,6 +96,8 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
         defaults |= {"model.dtype": "bfloat16"} if draft.of("training.bf16") else {}  # frozen weights, as computed in
     if task := draft.of("task"):
         defaults |= {RATE: TRL_RATES.get(task, 2e-5)} if kind == "trl" else {}
+        if task == "kto" and kind == "trl":  # whose loss compares rows with their neighbours
+            defaults["training.train_sampling_strategy"] = "sequential"
     for target, value in (DEFAULTS[kind] | defaults).items():
         if target != EXCESS or task in (None, "pretrain"):
             draft.default(target, value, source)
@@ -106,20 +114,41 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
     for target in [] if adapted else [target for target in draft.values if target.startswith("model.lora.")]:
         if of := draft.values.pop(target).given:
             draft.need_not(of, "no adapters are trained")
-    if (split := whole.at("dataset_train_split")).value not in (None, "train"):
-        draft.put("data.split", split.value, split)
     named = draft.of("training.eval_strategy") not in (None, "no") and tree.get("dataset_name")
     if named and not any(draft.of(f"data.eval_{name}") for name in ("path", "split", "fraction")):
         split = whole.at("dataset_test_split", "test" if kind == "trl" else "validation")
         draft.put("data.eval_split", split.value, split)
 
 
+def _finish_axolotl(draft: Draft, whole: Given) -> None:
+    """Its defaults that depend on other keys."""
+    tree, source = whole.tree, whole.source
+    if "training.save_steps" not in draft.values:
+        draft.default("training.save_strategy", "epoch", source)
+    if WARMUP not in draft.values:
+        steps = tree.get("max_steps")
+        draft.default(WARMUP, rules.warmup(min(int(0.03 * steps), 100)) if steps else 0.03, source)
+        if not steps:
+            draft.lose(whole.at("warmup_steps"), "is 3 % of all steps and at most 100 there; write warmup_steps")
+    if tree.get("tf32", "auto") == "auto" and not (draft.of("training.bf16") or draft.of("training.fp16")):
+        draft.lose(whole.at("tf32", "auto"), "takes TF32 where a GPU has it; write true or false")
+    best = tree.get("load_best_model_at_end", False) is not False or tree.get("early_stopping_patience")
+    saves, evaluations = draft.of("training.save_steps"), draft.of("training.eval_steps")
+    if best and saves and evaluations and saves % evaluations == 0:
+        draft.default("training.load_best_model_at_end", True, source)
+    if tree.get("sample_packing") and tree.get("eval_sample_packing") is False:
+        draft.default("training.dataloader_drop_last", True, source)
+
+
 def _finish_deepspeed(draft: Draft, source: Source) -> None:
     tree, whole = source.tree, Given(source, (), source.tree)
     if not draft.trains and "auto" in (tree.get("train_micro_batch_size_per_gpu"), tree.get("gradient_clipping")):
-        draft.lose(whole.at("train_micro_batch_size_per_gpu"), "what the TrainingArguments say; give them, too")
+        draft.lose(whole.at("train_micro_batch_size_per_gpu"), "is what the TrainingArguments say; give them, too")
     elif not draft.trains and "scheduler" not in tree:
         draft.values[SCHEDULE] = Value("constant", f"no scheduler in {source.file}")
+    if "optimizer" in tree and draft.of("training.weight_decay"):
+        given = whole.at("optimizer").at("params").at("weight_decay", draft.of("training.weight_decay"))
+        draft.lose(given, "is of all weights there, and not of biases and norms here; write 0, or no optimizer")
     if type(tree.get("train_batch_size")) is int:
         _batch(draft, whole.at("train_batch_size"))
 
@@ -132,9 +161,9 @@ def _batch(draft: Draft, total: Given) -> None:
     product = f"{micro} per device x {steps or 1} micro-batches x {draft.ranks or rest} ranks"
     if micro is None and draft.ranks is None:
         draft.values[MICRO] = Value(None, f"train_batch_size {total.value} / ranks / micro-batches", total)
-        draft.lose(total, "that is of all ranks; write how many each has into the line that is null")
+        draft.lose(total, "is of all ranks; write train_micro_batch_size_per_gpu, too")
     elif left or (rest > 1 and None not in (micro, steps, draft.ranks)):
-        draft.lose(total, f"{product} is another batch")
+        draft.lose(total, f"is another batch than {product}; correct one of them")
     elif draft.ranks is None:
         draft.ranks = rest
         draft.need_not(total, product)

@@ -108,19 +108,31 @@ def _named(source: Source) -> Iterator[tuple[Path, str]]:
 
 
 def _file(path: Path, kind: str | None) -> list[Source]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = f"no such file{nearest_file(path)}" if isinstance(error, FileNotFoundError) else "cannot be read"
-        raise ConfigError(f"{path}: {why}") from None
+    text = _text(path)
     if path.suffix not in FILES and (commands := _commands(text)):
         if len(commands) > 1:
             raise ConfigError(f"{path}: holds {len(commands)} commands; give the one that trains after --")
         return _command(commands[0], str(path), kind)
+    document = mapping(path, text)
+    return [_source(document.tree, str(path), kind, document)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"no such file{nearest_file(path)}" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise ConfigError(f"{path}: {why}") from None
+
+
+def mapping(path: Path, text: str | None = None) -> Document:
+    """A file of JSON or YAML, with its keys as ``tree``. ConfigError if it cannot be read or holds none."""
+    text = _text(path) if text is None else text
     tree, document = parse(text.expandtabs() if text.lstrip().startswith("{") else text, str(path))
     if document.problems or not isinstance(tree, dict):
         raise ConfigError([str(fault) for fault in document.problems] or f"{path}: holds no keys and no command")
-    return [_source(tree, str(path), kind, document)]
+    document.tree = tree
+    return document
 
 
 def _source(tree: dict[str, Any], file: str, kind: str | None, document: Document | None = None) -> Source:
