@@ -38,6 +38,11 @@ def option(description: str, default: object = None, *, resume: Rule | None = No
     return Field(default=default, description=description, json_schema_extra=on_resume(resume) if resume else None)
 
 
+def free(description: str, default: object = None) -> Any:
+    """An ``option`` that a resumed run may have otherwise without a word: no bit of the result depends on it."""
+    return option(description, default, resume="free")
+
+
 NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -113,7 +118,7 @@ class ProfileSection(Section):
 class TrainingSection(Section):
     """How to train: the names of transformers.TrainingArguments, checked."""
 
-    output_dir: NonEmpty = option("Folder of the run: checkpoints, logs, plan, export.", ..., resume="free")
+    output_dir: NonEmpty = free("Folder of the run: checkpoints, logs, plan, export.", ...)
     learning_rate: Positive = option("Peak learning rate.", 5e-5, resume="said")
     per_device_train_batch_size: Count = option(
         "Samples per device and forward pass (the micro-batch).", 8, resume="batch_size"
@@ -151,12 +156,10 @@ class TrainingSection(Section):
         "Share of the target taken from the true token and spread over all.", resume="loss"
     )
     neftune_noise_alpha: Positive | None = option("Strength of NEFTune's noise on the embeddings.", resume="loss")
-    gradient_checkpointing: bool | None = option("Recompute activations block by block.", resume="free")
-    gradient_checkpointing_kwargs: dict[str, Any] | None = option("Options of gradient_checkpointing.", resume="free")
-    activation_checkpointing: bool | None = option("Newer name of gradient_checkpointing.", resume="free")
-    activation_checkpointing_kwargs: dict[str, Any] | None = option(
-        "Newer name of gradient_checkpointing_kwargs.", resume="free"
-    )
+    gradient_checkpointing: bool | None = free("Recompute activations block by block.")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = free("Options of gradient_checkpointing.")
+    activation_checkpointing: bool | None = free("Newer name of gradient_checkpointing.")
+    activation_checkpointing_kwargs: dict[str, Any] | None = free("Newer name of gradient_checkpointing_kwargs.")
     torch_compile: bool | None = option("Compile each block of the model with torch.compile.", resume="kernels")
     torch_compile_backend: CompileBackend | None = option(
         "Backend of torch.compile; setting it switches compiling on.", resume="kernels"
@@ -166,27 +169,23 @@ class TrainingSection(Section):
     )
     use_liger_kernel: bool | None = option("Use Liger's fused kernels; needs liger-kernel.", resume="kernels")
     liger_kernel_config: dict[str, bool] | None = option("Which Liger kernels to use.", resume="kernels")
-    torch_empty_cache_steps: Count | None = option(
-        "Return the device's cached memory every so many steps.", resume="free"
-    )
-    logging_strategy: Interval | None = option("When to log.", resume="free")
-    logging_steps: Steps = option("Optimizer steps between two log lines.", 10, resume="free")
-    logging_first_step: bool | None = option("Log the first step too.", resume="free")
-    log_on_each_node: bool | None = option("Log on every node and not on the first only.", resume="free")
-    log_level: LogLevel | None = option("Level of messages on the first process.", resume="free")
-    log_level_replica: LogLevel | None = option("Level of messages on the other processes.", resume="free")
-    include_num_input_tokens_seen: Counting | None = option("Count the tokens seen.", resume="free")
-    report_to: Reporters = option("Where metrics go besides metrics.jsonl.", ["tensorboard"], resume="free")
-    live: bool = option("The run on one screen, in the lowest rows of its own terminal.", False, resume="free")
-    profile: ProfileSection | None = option(
-        "Trace of some steps, in the run's folder profile; slower meanwhile.", resume="free"
-    )
-    run_name: NonEmpty | None = option("Name of the run at the trackers.", resume="free")
-    project: NonEmpty | None = option("Project at wandb and Trackio, experiment at MLflow.", resume="free")
-    trackio_space_id: NonEmpty | None = option("Hugging Face Space that shows Trackio's metrics.", resume="free")
-    trackio_bucket_id: NonEmpty | None = option("Hugging Face bucket that holds Trackio's metrics.", resume="free")
-    trackio_static_space_id: Annotated[NonEmpty | Literal[False] | None, Allowed("text or false")] = option(
-        "Static Space that shows Trackio's metrics after the run; false for none.", resume="free"
+    torch_empty_cache_steps: Count | None = free("Return the device's cached memory every so many steps.")
+    logging_strategy: Interval | None = free("When to log.")
+    logging_steps: Steps = free("Optimizer steps between two log lines.", 10)
+    logging_first_step: bool | None = free("Log the first step too.")
+    log_on_each_node: bool | None = free("Log on every node and not on the first only.")
+    log_level: LogLevel | None = free("Level of messages on the first process.")
+    log_level_replica: LogLevel | None = free("Level of messages on the other processes.")
+    include_num_input_tokens_seen: Counting | None = free("Count the tokens seen.")
+    report_to: Reporters = free("Where metrics go besides metrics.jsonl.", ["tensorboard"])
+    live: bool = free("The run on one screen, in the lowest rows of its own terminal.", False)
+    profile: ProfileSection | None = free("Trace of some steps, in the run's folder profile; slower meanwhile.")
+    run_name: NonEmpty | None = free("Name of the run at the trackers.")
+    project: NonEmpty | None = free("Project at wandb and Trackio, experiment at MLflow.")
+    trackio_space_id: NonEmpty | None = free("Hugging Face Space that shows Trackio's metrics.")
+    trackio_bucket_id: NonEmpty | None = free("Hugging Face bucket that holds Trackio's metrics.")
+    trackio_static_space_id: Annotated[NonEmpty | Literal[False] | None, Allowed("text or false")] = free(
+        "Static Space that shows Trackio's metrics after the run; false for none."
     )
     eval_strategy: Interval = option("When to evaluate; needs evaluation data.", "no", resume="evaluations")
     eval_steps: Steps | None = option(
@@ -196,19 +195,15 @@ class TrainingSection(Section):
         "Epochs or steps, as eval_strategy, before the first evaluation.", resume="evaluations"
     )
     eval_on_start: bool | None = option("Evaluate before the first step.", resume="evaluations")
-    per_device_eval_batch_size: Count | None = option(
-        "Samples per device and evaluation pass; not set: 8, or as many as the plan has room for.", resume="free"
+    per_device_eval_batch_size: Count | None = free(
+        "Samples per device and evaluation pass; not set: 8, or as many as the plan has room for."
     )
-    eval_accumulation_steps: Count | None = option(
-        "Evaluation batches between two moves of results to the host.", resume="free"
-    )
-    save_strategy: Literal["no", "steps", "epoch", "best"] = option(
-        "When to write a checkpoint.", "steps", resume="free"
-    )
-    save_steps: Steps = option("Optimizer steps between two checkpoints.", 500, resume="free")
-    save_total_limit: Count | None = option("Checkpoints to keep; not set means all.", resume="free")
-    save_on_each_node: bool | None = option("Write checkpoints on every node's own disk.", resume="free")
-    load_best_model_at_end: bool | None = option("End with the weights of the best evaluation.", resume="free")
+    eval_accumulation_steps: Count | None = free("Evaluation batches between two moves of results to the host.")
+    save_strategy: Literal["no", "steps", "epoch", "best"] = free("When to write a checkpoint.", "steps")
+    save_steps: Steps = free("Optimizer steps between two checkpoints.", 500)
+    save_total_limit: Count | None = free("Checkpoints to keep; not set means all.")
+    save_on_each_node: bool | None = free("Write checkpoints on every node's own disk.")
+    load_best_model_at_end: bool | None = free("End with the weights of the best evaluation.")
     metric_for_best_model: NonEmpty | None = option(
         "Metric that decides which evaluation is best; not set means loss.", resume="evaluations"
     )
@@ -217,10 +212,9 @@ class TrainingSection(Section):
         "Training ends after so many evaluations that are not better.", resume="said"
     )
     early_stopping_threshold: NonNegative = option("How much better the metric must be, to count.", 0.0, resume="said")
-    sample_prompts: Annotated[list[NonEmpty], Field(min_length=1)] | None = option(
+    sample_prompts: Annotated[list[NonEmpty], Field(min_length=1)] | None = free(
         "Prompts that are continued, greedily, at each evaluation; printed, and in metrics.jsonl. Where rows are chats "
-        "each is the user's turn, written by the chat template.",
-        resume="free",
+        "each is the user's turn, written by the chat template."
     )
     compute_metrics: Function | None = option(
         "Function for further metrics of an evaluation, as Hugging Face's.", resume="evaluations"
@@ -228,36 +222,24 @@ class TrainingSection(Section):
     preprocess_logits_for_metrics: Function | None = option(
         "Function that says what of the logits is kept for it.", resume="evaluations"
     )
-    resume_from_checkpoint: Resume | None = option(
-        "Folder to resume from; true or auto for the newest valid one.", resume="free"
-    )
-    allow_change: list[Change] = option(
-        "What a resumed run may do differently although the result changes.", [], resume="free"
-    )
-    overwrite: bool = option(
-        "Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False, resume="free"
-    )
-    restore_callback_states_from_checkpoint: bool | None = option(
-        "Restore the state of callbacks on resume.", resume="free"
-    )
-    push_to_hub: bool | None = option("Upload the export to the hub at the end.", resume="free")
-    hub_model_id: NonEmpty | None = option(
-        "Repository on the hub; not set means the name of output_dir.", resume="free"
-    )
-    hub_private_repo: bool | None = option("Create the repository as a private one.", resume="free")
-    hub_revision: NonEmpty | None = option("Branch to upload to.", resume="free")
+    resume_from_checkpoint: Resume | None = free("Folder to resume from; true or auto for the newest valid one.")
+    allow_change: list[Change] = free("What a resumed run may do differently although the result changes.", [])
+    overwrite: bool = free("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
+    restore_callback_states_from_checkpoint: bool | None = free("Restore the state of callbacks on resume.")
+    push_to_hub: bool | None = free("Upload the export to the hub at the end.")
+    hub_model_id: NonEmpty | None = free("Repository on the hub; not set means the name of output_dir.")
+    hub_private_repo: bool | None = free("Create the repository as a private one.")
+    hub_revision: NonEmpty | None = free("Branch to upload to.")
     dataloader_drop_last: bool | None = option("Drop the last batch if it is not full.", resume="order")
-    dataloader_num_workers: Natural | None = option(
-        "Processes per device that load data; 0 loads in the main one.", resume="free"
-    )
-    dataloader_pin_memory: bool | None = option("Batches in pinned host memory.", resume="free")
-    dataloader_persistent_workers: bool | None = option("Keep the loading processes between epochs.", resume="free")
-    dataloader_prefetch_factor: Count | None = option("Batches each loading process prepares ahead.", resume="free")
-    dataloader_multiprocessing_context: Start | None = option("How loading processes start.", resume="free")
+    dataloader_num_workers: Natural | None = free("Processes per device that load data; 0 loads in the main one.")
+    dataloader_pin_memory: bool | None = free("Batches in pinned host memory.")
+    dataloader_persistent_workers: bool | None = free("Keep the loading processes between epochs.")
+    dataloader_prefetch_factor: Count | None = free("Batches each loading process prepares ahead.")
+    dataloader_multiprocessing_context: Start | None = free("How loading processes start.")
     dataloader_in_order: bool | None = option("Batches in order although one worker is slow.", resume="order")
     train_sampling_strategy: Sampling | None = option("Order of the samples.", resume="order")
-    ddp_timeout: Count | None = option(
-        "Seconds before a silent collective, rank or loading process ends the run; not set means 1800.", resume="free"
+    ddp_timeout: Count | None = free(
+        "Seconds before a silent collective, rank or loading process ends the run; not set means 1800."
     )
 
     # Of the arguments of a task's trainer.
@@ -283,15 +265,11 @@ class TrainingSection(Section):
     disable_dropout: Annotated[bool | None, For(["dpo", "orpo", "kto", "reward"])] = option(
         "dpo, orpo, kto, reward: no dropout; TRL's default is true.", resume="dropout"
     )
-    predict_with_generate: Annotated[bool | None, For(["seq2seq"])] = option(
-        "seq2seq: evaluations generate, and compare the texts with those of the data.", resume="free"
+    predict_with_generate: Annotated[bool | None, For(["seq2seq"])] = free(
+        "seq2seq: evaluations generate, and compare the texts with those of the data."
     )
-    generation_max_length: Annotated[Count | None, For(["seq2seq"])] = option(
-        "seq2seq: tokens generated at most.", resume="free"
-    )
-    generation_num_beams: Annotated[Count | None, For(["seq2seq"])] = option(
-        "seq2seq: beams of generation.", resume="free"
-    )
+    generation_max_length: Annotated[Count | None, For(["seq2seq"])] = free("seq2seq: tokens generated at most.")
+    generation_num_beams: Annotated[Count | None, For(["seq2seq"])] = free("seq2seq: beams of generation.")
 
     @property
     def recomputes(self) -> bool:

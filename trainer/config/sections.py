@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from deepstow.strategies.core.protocol import Strategy
 from deepstow.strategies.core.resume import on_resume
-from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
+from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, free, option
 from deepstow.trainer.config.conflicts import conflicts
 from deepstow.trainer.config.smaller_sections import DistillSection, ExportSection, PruneSection, QuantizeSection
 from deepstow.trainer.config.values import WRONG, Values
@@ -64,10 +64,9 @@ class LoraSection(Section):
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = option(
         "Learning rate of B of each adapter, in multiples of that of A (LoRA+, as PEFT has it).", resume="said"
     )
-    export: Literal["adapter", "merged"] | None = option(
+    export: Literal["adapter", "merged"] | None = free(
         "What the run leaves: the adapters, or a model with them in its weights, dequantised ones among them; not set "
-        "means adapters if model.name_or_path says where their base is, else merged.",
-        resume="free",
+        "means adapters if model.name_or_path says where their base is, else merged."
     )
 
 
@@ -140,9 +139,7 @@ class ModelSection(Section):
         "Fewer tokens than all before it (deepstow docs attention); not set means all, or what the model says.",
         resume="model",
     )
-    trust_remote_code: bool = option(
-        "Run Python code that comes with the model. It can do anything you can.", False, resume="free"
-    )
+    trust_remote_code: bool = free("Run Python code that comes with the model. It can do anything you can.", False)
     labels: Annotated[
         list[NonEmpty] | None, Allowed("a list of names, all different, as in [good, bad] or ['0', '1']")
     ] = option(
@@ -221,7 +218,7 @@ class DataSection(Section):
     chat_template_path: NonEmpty | None = option("Jinja chat template in a file: TRL's name for chat_template.")
     streaming: bool = option("Read while training; needs rows, or training.max_steps.", False)
     rows: Count | None = option("streaming: how many rows a pass over the data has, as they are trained on.")
-    num_proc: Count | None = option("Processes that prepare the data.", resume="free")
+    num_proc: Count | None = free("Processes that prepare the data.")
 
     def parts(self) -> list[DataSection]:
         """A section for each data set: this one, if there are no several."""

@@ -131,8 +131,9 @@ def compare(config: RunConfig, world_size: int, found: Found) -> Changes:
     """The run that saved a checkpoint and this one on so many ranks, by their configs."""
     run, tree = found.manifest.run, config.tree()
     copies = _copies(run.config, run.world_size), _copies(tree, world_size)
-    # A manifest of d309ba20 and before has no arguments.
-    then = run.arguments or resolved(config, run.config.get("training", {}))
+    # What the manifest does not have, one of d309ba20 none of it, was the default that is installed.
+    kept = run.arguments or {}
+    then = {key: kept.get(key, value) for key, value in resolved(config, run.config.get("training", {})).items()}
     now = resolved(config, tree["training"])
     return resume_rules.compare(run.config, tree, copies, str(found.path), _known(found), (then, now))
 
