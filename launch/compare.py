@@ -21,7 +21,6 @@ from deepstow.strategies.report.table import table
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.errors import ConfigError, write_line
 from deepstow.trainer.run import history
-from deepstow.trainer.run.resume_rules import differences
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -53,22 +52,16 @@ def _compare(folders: Sequence[Path], plot: Path | None) -> None:
 
 
 def _changed(first: Any, second: Any) -> Iterator[tuple[str, str, str]]:
-    """A row for each key: of a section that only one of the runs has, for each key in it."""
-    for key, old, new in differences(first, second):
-        if key in ("training.output_dir", "training.resume_from_checkpoint"):
-            continue
-        before, after = (_flat(key, value) for value in (old, new))
-        for name in before | after:
-            if before.get(name) != after.get(name):
-                yield name, _shown(before.get(name)), _shown(after.get(name))
+    """A row for each key that is not the same in both configs."""
+    before, after = ({".".join(key): value for key, value in leaves((), tree)} for tree in (first, second))
+    for key in dict.fromkeys([*before, *after]):
+        same = before.get(key) == after.get(key)
+        if not same and key not in ("training.output_dir", "training.resume_from_checkpoint"):
+            yield key, _shown(before.get(key)), _shown(after.get(key))
 
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else json.dumps(value)
-
-
-def _flat(key: str, value: Any) -> dict[str, Any]:
-    return {".".join(name): each for name, each in leaves((key,), value)}
 
 
 if __name__ == "__main__":

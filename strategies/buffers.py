@@ -29,6 +29,7 @@ class Buffers(Strategy):
     """Planned addresses for all that ``offload`` moves. Switched on by it; write the section for its option only."""
 
     phase = Phase.BUFFER
+    resume = "said"
     examples = ({"debug": True},)
 
     debug: bool = Field(

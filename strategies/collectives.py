@@ -31,7 +31,8 @@ from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
-from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Losses, Parity, Phase, Refusal, Removed, Strategy
+from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Removed, Strategy
+from deepstow.strategies.core.resume import on_resume
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.compressed import bucket_bytes, reserves
 from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
@@ -97,6 +98,7 @@ RULES = (
         for option in ("disk", "moments != fp32", "masters != fp32")
     ),
 )
+EXCHANGED = on_resume("compression")
 
 
 class Collectives(Strategy):
@@ -108,6 +110,7 @@ class Collectives(Strategy):
     """
 
     phase = Phase.WHO
+    resume = "said"
     examples = ({"hierarchical": True}, {"slices": 2})
     removed = {
         ("compress", "onebit"): Removed(
@@ -123,21 +126,48 @@ class Collectives(Strategy):
         "rates, if they are known.",
     )
     compress: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8"] = Field(
-        default="none", description="Lossy: send gradients in fewer bytes, plainly or beside offload, in one ring."
+        default="none",
+        description="Lossy: send gradients in fewer bytes, plainly or beside offload, in one ring.",
+        json_schema_extra=EXCHANGED,
     )
-    density: float = Field(default=0.01, gt=0, le=1, description="Part of the elements that topk sends.")
+    density: float = Field(
+        default=0.01, gt=0, le=1, description="Part of the elements that topk sends.", json_schema_extra=EXCHANGED
+    )
     momentum: float = Field(
-        default=0.0, ge=0, lt=1, description="With topk and optim sgd: momentum of each rank's own gradients."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="With topk and optim sgd: momentum of each rank's own gradients.",
+        json_schema_extra=EXCHANGED,
     )
-    rank: int = Field(default=4, ge=1, le=128, description="Rank of the two factors that powersgd sends of a matrix.")
-    start: int = Field(default=10, ge=2, description="Steps before topk, int8 or powersgd begins; they send all.")
+    rank: int = Field(
+        default=4,
+        ge=1,
+        le=128,
+        description="Rank of the two factors that powersgd sends of a matrix.",
+        json_schema_extra=EXCHANGED,
+    )
+    start: int = Field(
+        default=10,
+        ge=2,
+        description="Steps before topk, int8 or powersgd begins; they send all.",
+        json_schema_extra=EXCHANGED,
+    )
 
     local_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="Lossy: ranks train alone for so many steps, then exchange differences (DiLoCo).",
+        json_schema_extra=EXCHANGED,
     )
-    outer_lr: float = Field(default=0.7, gt=0, description="Learning rate of the SGD that takes these differences.")
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Its Nesterov momentum.")
+    outer_lr: float = Field(
+        default=0.7,
+        gt=0,
+        description="Learning rate of the SGD that takes these differences.",
+        json_schema_extra=EXCHANGED,
+    )
+    outer_momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="Its Nesterov momentum.", json_schema_extra=EXCHANGED
+    )
 
     @model_serializer(mode="wrap")
     def _without_what_does_not_apply(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -214,9 +244,6 @@ class Collectives(Strategy):
     def _compression(self) -> Compression:
         plain = (self.compress, self.density, self.rank, self.start)
         return Compression(*plain, self.local_steps or 0, self.outer_lr, self.outer_momentum, self.momentum)
-
-    def losses(self) -> Losses:
-        return Losses(f"as {self._compression().words}" if self._lossy else "")
 
     def refuses_machines(self, firsts: Sequence[int]) -> Iterator[Refusal]:
         counts = {first: firsts.count(first) for first in firsts}

@@ -39,6 +39,7 @@ class CrossEntropy(Strategy):
     """
 
     phase = Phase.KEEP
+    resume = "said"
     examples = ({"chunked": True},)
 
     chunked: bool | Literal["auto"] = Field(

@@ -54,6 +54,7 @@ class Experts(Strategy):
     """
 
     phase = Phase.WHO
+    resume = "said"
     requires = frozenset([Requirement.PARAMETERS])
     examples = ({"degree": 2, "slices": 2}, {"degree": 2})
 

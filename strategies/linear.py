@@ -34,6 +34,7 @@ class Linear(Strategy):
     """
 
     phase = Phase.HOW
+    resume = "said"
     examples = ({"transpose": "flip"},)
     removed = {
         ("transpose", "minimal"): Removed("it made a step 7 to 22 % longer; write adaptive"),

@@ -33,7 +33,6 @@ from deepstow.strategies.core.protocol import (
     BITWISE,
     LOSSY,
     FitOptions,
-    Losses,
     MemoryRefusal,
     Parity,
     Phase,
@@ -42,6 +41,7 @@ from deepstow.strategies.core.protocol import (
     Requirement,
     Strategy,
 )
+from deepstow.strategies.core.resume import on_resume
 from deepstow.strategies.core.sizes import AUTO, check_budget, check_size, check_size_or_auto, human, parse_bytes
 from deepstow.strategies.planner import edits, keep_or_offload, memory_rows
 from deepstow.strategies.planner.budget import device_budget, host_budget
@@ -70,6 +70,7 @@ class Offload(Strategy):
     """
 
     phase = Phase.WHERE
+    resume = "said"
     implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
     spares = ("zero",)
@@ -150,17 +151,20 @@ class Offload(Strategy):
         default="fp32",
         description="How AdamW's moments rest. bf16 and int8 save 4 and 6 bytes of host memory per parameter, all "
         "updates are the CPU's and take longer, and training is not exact.",
+        json_schema_extra=on_resume("moments"),
     )
     masters: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="bf16: weights in bf16 have no masters in fp32; each update rounds them stochastically. Goes with "
         "moments in bf16 or int8. It saves 2 bytes of host memory per parameter, 4 with several micro-batches.",
+        json_schema_extra=on_resume("moments"),
     )
     frozen_weights: Literal["fp8"] | None = Field(
         default=None,
         description="fp8: frozen matrices of blocks are rounded once, before training, to a byte per weight, and a "
         "scale for each 128. Those that travel rest on the host so, cross the link so, and are made whole on the "
         "device: half the bytes of bf16. Training is exact for the rounded model, not for the one that was loaded.",
+        json_schema_extra=on_resume("moments"),
     )
     gather: Literal["auto", "network", "host"] = Field(
         default="auto",
@@ -196,11 +200,17 @@ class Offload(Strategy):
         """The stage of strategies.zero, if that is on."""
         return self._others["zero"].model_dump()["stage"] if self._others else 0
 
+    @property
+    def _rounded(self) -> str:
+        """What rests in fewer bits than in plain training; empty: nothing."""
+        given = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
+        return ", ".join(f"{what} in {bits}" for what, bits in given.items() if bits not in (None, "fp32"))
+
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit in fp32 if one kernel updates everything and at most two ranks have gradients; bf16 rounds at
         other places than autocast.
         """
-        if said := self.losses().bits:
+        if said := self._rounded:
             return Parity(LOSSY, f"not exact: {said}")
         if run.precision is Precision.BF16:
             return Parity(2e-2, _ROUNDING)
@@ -295,7 +305,7 @@ class Offload(Strategy):
         reason = "only the excess is offloaded, unless offloading more is faster"
         if on_disk := disk_bytes(layout):
             reason += f"; {human(on_disk)} rest on the disk ({', '.join(layout.disk)})"
-        if said := self.losses().bits:
+        if said := self._rounded:
             reason += f"; not exact: {said}"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
@@ -338,11 +348,6 @@ class Offload(Strategy):
             return
         if self.disk_memory is None:
             yield self._refusal("disk", "how much of it? Write strategies.offload.disk_memory: a size, beside it")
-
-    def losses(self) -> Losses:
-        said = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
-        fewer = (f"{what} in {bits}" for what, bits in said.items() if bits not in (None, "fp32"))
-        return Losses(bits=", ".join(fewer))
 
     def _refuses_moments(self, run: RunFacts) -> Iterator[Refusal]:
         if self.moments == "fp32":

@@ -44,6 +44,7 @@ class Pipeline(Strategy):
     """
 
     phase = Phase.WHO
+    resume = "said"
     takes_over = ("zero",)
     requires = frozenset([Requirement.PARAMETERS])
     examples = ({"stages": 2}, {"stages": 2, "schedule": "gpipe"})

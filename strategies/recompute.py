@@ -59,6 +59,7 @@ class Recompute(Strategy):
     """
 
     phase = Phase.KEEP
+    resume = "said"
     fit = FitOptions({"policy": AUTO})
     examples = (
         {"policy": "full", "every": 2},

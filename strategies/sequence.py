@@ -46,6 +46,7 @@ class Sequence(Strategy):
     """
 
     phase = Phase.WHO
+    resume = "said"
     fit = FitOptions(rows_by="degree")
     examples = ({"degree": 2},)
 

@@ -27,7 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from deepstow.strategies.core.compatibility import Rule
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
-from deepstow.strategies.core.protocol import LOSSY, Axis, Losses, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.core.protocol import LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from deepstow.strategies.core.resume import on_resume
 from deepstow.strategies.parallel import autotp, deepspeed
 from deepstow.strategies.planner import exchanged_rows
 from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
@@ -94,6 +95,7 @@ class Tensor(Strategy):
     """
 
     phase = Phase.WHO
+    resume = "said"
     implies = {"zero": {"stage": 1}}
     spares = ("cross_entropy",)
     requires = frozenset([Requirement.DEEPSPEED, Requirement.BLOCK_TIMES])  # and zero's, unless a pipeline has that
@@ -111,7 +113,9 @@ class Tensor(Strategy):
     )
 
     exchange: RowExchange | None = Field(
-        default=None, description="Lossy: ranks sum hidden states of fewer tokens, or in fewer bits; left out: all."
+        default=None,
+        description="Lossy: ranks sum hidden states of fewer tokens, or in fewer bits; left out: all.",
+        json_schema_extra=on_resume("compression"),
     )
 
     @property
@@ -125,9 +129,6 @@ class Tensor(Strategy):
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
-
-    def losses(self) -> Losses:
-        return Losses("" if self.lossy is None else f"as {self.lossy.words}")
 
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree} | ({Axis.TOKENS: self.degree} if self.sequence_parallel else {})

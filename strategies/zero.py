@@ -42,6 +42,7 @@ class Zero(Strategy):
     """
 
     phase = Phase.WHO
+    resume = "said"
     fit = FitOptions({"stage": 3}, needs_ranks=True)
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})

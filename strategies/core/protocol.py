@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
+from deepstow.strategies.core.resume import Rule, on_resume
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -94,13 +96,6 @@ class Removed(NamedTuple):
     state: str = ""  # why no run goes on from a checkpoint that was saved with it; empty: one goes on without
 
 
-class Losses(NamedTuple):
-    """How a strategy's training state differs from that of plain training; empty: it does not."""
-
-    exchange: str = ""  # how ranks exchange lossily, from which no other way or number of ranks goes on
-    bits: str = ""  # what has fewer bits
-
-
 @dataclass(frozen=True, slots=True)
 class FitOptions:
     """With which options ``deepstow fit`` tries a strategy."""
@@ -130,6 +125,7 @@ class Strategy(BaseModel, ABC):
     fit: ClassVar[FitOptions | None] = None  # what ``deepstow fit`` may do with it; None: nothing
     # Strategies whose questions this one answers itself, where both are on; then they are in ``_others``.
     takes_over: ClassVar[tuple[str, ...]] = ()
+    resume: ClassVar[Rule] = "fixed"  # its rule for resuming, and that of options that state none
     # Options that earlier versions had, by option and value; None: whatever the value.
     removed: ClassVar[Mapping[tuple[str, str | None], Removed]] = {}
 
@@ -137,14 +133,13 @@ class Strategy(BaseModel, ABC):
     _brief: bool = PrivateAttr(default=False)
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        on_resume(cls.resume)
+
+    @classmethod
     def removed_of(cls, option: str, value: object) -> Removed | None:
         """Whether only earlier versions had ``option``, or this value of it."""
         return cls.removed.get((option, str(value))) or cls.removed.get((option, None))
-
-    @classmethod
-    def of_saved(cls, options: Mapping[str, Any]) -> Strategy:
-        """The strategy of a checkpoint's config, which an earlier version may have written."""
-        return cls.model_validate({key: value for key, value in options.items() if not cls.removed_of(key, value)})
 
     @property
     def written(self) -> Mapping[str, Any]:
@@ -187,10 +182,6 @@ class Strategy(BaseModel, ABC):
         """Change the model as the plan says, before an engine gets it; but not names, order or number of parameters,
         buffers and modules, which the caller checks.
         """
-
-    def losses(self) -> Losses:
-        """What is lost of the training state, so that other options do not go on from it."""
-        return Losses()
 
     def divides(self) -> Mapping[Axis, int]:
         """Over how many ranks it divides the model along each axis."""

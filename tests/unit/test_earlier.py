@@ -249,7 +249,6 @@ def test_epochs_of_other_batches_have_other_steps(tmp_path: Path) -> None:
     last = make(tmp_path, 6)
     export(tmp_path, 6, last)
     config, key = run_config(LLAMA, output_dir=tmp_path), "training.per_device_train_batch_size"
-    assert finished.before(config, verified(last)) and finished.before(
-        config, verified(last), ["training.learning_rate"]
-    )
-    assert finished.before(config, verified(last), [key]) is None
+    assert finished.before(config, verified(last))
+    assert finished.before(config, verified(last), {"training.learning_rate": "said"})
+    assert finished.before(config, verified(last), {key: "batch_size"}) is None

@@ -10,7 +10,6 @@ from torch.backends import cudnn
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from deepstow.trainer.machine.repeated_sums import repeated_sums
-from deepstow.trainer.run import resume_rules
 from tests.helpers.small_runs import make_rows_and_model, ran, tree_of
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC", "CUDA_LAUNCH_BLOCKING")
@@ -77,7 +76,3 @@ def test_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {each for each, _ in found} == MOMENTS
     assert [each for _, each in found if each != INSIDE] == []
     assert state() == before
-
-
-def test_another_answer_is_another_run() -> None:
-    assert resume_rules.RULES["training.full_determinism"] == "kernels"

@@ -1,60 +1,29 @@
 """What may differ on resume: every key of the config has a rule, and each kind of change does what its rule says."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
 
-from deepstow.trainer.config.arguments import ALLOWABLE
-from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, LoraSection
+from deepstow.strategies.core.resume import CHANGES
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import resume_rules, resuming
-from deepstow.trainer.run.resume_rules import (
-    COMPRESSION,
-    MOMENTS,
-    MOVES,
-    NEVER,
-    QAT,
-    RULES,
-    SAID,
-    SILENT,
-    compare,
-    compare_contents,
-    moved,
-    rule_of,
-)
+from deepstow.trainer.run.resume_rules import compare, compare_contents, moved
 from deepstow.trainer.run.same_rows import Known
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 
 
-def keys() -> Iterator[str]:
-    for name, section in SECTIONS.items():
-        yield from (f"{name}.{key}" for key in section.model_fields)
-    yield from (f"model.lora.{key}" for key in LoraSection.model_fields)
-
-
-def test_defaults_are_those_of_transformers() -> None:
-    """Which are read without importing it; ``optim``'s is computed there, and every config says it."""
-    given = {field.name: field.default for field in fields(TrainingArguments) if field.default is not MISSING}
-    wanted = {f"training.{name}": default for name, default in given.items() if name not in ("optim", "use_cpu")}
-    assert resume_rules.unset() == wanted and len(wanted) > 80 and "optim" in run_config().tree()["training"]
-
-
-def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
-    assert {"task", *OPTIONAL, *keys()} == set(RULES)
-    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {COMPRESSION, MOMENTS, QAT, "ranks"}
-
-
 def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tuple[int, int] = (1, 1)) -> Any:
     """The changes from a plain run to one with ``now``, both options of ``run_config``."""
-    return compare(run_config(**(saved or {})).tree(), run_config(**now).tree(), ranks, "checkpoint-8")
+    configs = run_config(**(saved or {})), run_config(**now)
+    trees = [config.tree() for config in configs]
+    then, given = (resuming.resolved(*each) for each in zip(configs, (tree["training"] for tree in trees), strict=True))
+    return compare(*trees, ranks, "checkpoint-8", resolved=(then, given))
 
 
 def test_silent() -> None:
@@ -65,7 +34,7 @@ def test_silent() -> None:
         "allow_change": ["data"],
     }
     unset = {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42}  # what that means
-    assert changed(elsewhere | unset) == (set(), [], [])
+    assert changed(elsewhere | unset) == changed(elsewhere, unset) == ({}, [], [])
 
 
 @pytest.mark.parametrize(
@@ -80,33 +49,14 @@ def test_silent() -> None:
 def test_honoured_and_said(now: dict[str, Any], line: str) -> None:
     found = changed(now)
     (said,) = found.said
-    assert said.startswith(line) and found.refused == [] and found.keys == {line.split(" ")[0]}
-
-
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"data": {"split": "other"}}, "data.split", "data"),
-    ({"data_seed": 1}, "training.data_seed", "seed"),
-    ({"config": {**LLAMA, "attention_dropout": 0.1}}, "model.config.attention_dropout", "dropout"),
-    ({"config": {**LLAMA, "rms_norm_eps": 0.1}}, "model.config.rms_norm_eps", "model"),
-]
-
-
-@pytest.mark.parametrize(("now", "key", "name"), REFUSED, ids=[key for _, key, _ in REFUSED])
-def test_refused_unless_allowed(now: dict[str, Any], key: str, name: str) -> None:
-    found = changed(now)
-    assert [line.key for line in found.refused] == [key] and found.said == [] and found.keys == set()
-    assert f"training.allow_change: [{name}]" in found.refused[0].what
-    others = [other for other in ALLOWABLE if other != name]
-    assert changed({**now, "allow_change": others}).refused == found.refused
-    allowed = changed({**now, "allow_change": [name]})
-    assert allowed.refused == [] and allowed.keys == {key} and allowed.said[0].startswith(f"{key} = ")
+    assert said.startswith(line) and found.refused == [] and found.keys == {line.split(" ")[0]: "said"}
 
 
 TRAINED = {"train": "bpe", "vocab_size": 400}
 NEVER_CAN: list[tuple[dict[str, Any], str]] = [
     ({"config": {**LLAMA, "hidden_size": 8}}, "model.config.hidden_size"),
     ({"model": {"tokenizer": TRAINED}, "config": {**LLAMA, "vocab_size": 400}}, "model.tokenizer"),
-    ({"model": {"lora": {"r": 8}}}, "model.lora.r"),
+    ({"model": {"lora": {"r": 8}}}, "model.lora"),
     (
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "data": {"eval_fraction": 0.1}},
         "training.lr_scheduler_type",
@@ -116,18 +66,63 @@ NEVER_CAN: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("now", "key"), NEVER_CAN, ids=[key for _, key in NEVER_CAN])
 def test_never(now: dict[str, Any], key: str) -> None:
-    found = changed({**now, "allow_change": list(ALLOWABLE)})
+    found = changed({**now, "allow_change": list(CHANGES)})
     assert key in [line.key for line in found.refused]
     assert all("training.allow_change" not in line.what for line in found.refused)
 
 
-def test_a_rank_of_lora_and_what_scales_it() -> None:
-    saved = {"model": {"lora": {"r": 8, "lora_alpha": 16}}}
-    found = changed({"model": {"lora": {"r": 4, "lora_alpha": 8}}}, saved)
-    assert [(line.key, rule_of(line.key)) for line in found.refused] == [
-        ("model.lora.r", NEVER),
-        ("model.lora.lora_alpha", "model"),
-    ]
+def test_a_default_that_another_release_has(tmp_path: Path) -> None:
+    """It is as if the key had been changed; writing down what it was goes on."""
+    config = run_config(output_dir=tmp_path, resume_from_checkpoint="auto")
+    arguments = resuming.resolved(config, config.tree()["training"])
+    assert (arguments["adam_beta2"], arguments["warmup_steps"], arguments["data_seed"]) == (0.999, 0, 42)
+    del arguments["train_sampling_strategy"]  # of a release that did not have it
+    other = {"adam_beta2": 0.95, "warmup_steps": 7, "what_is_no_more": 1}
+    make(tmp_path, 8, run=about(config.tree(), arguments={**arguments, **other}))
+    with pytest.raises(ConfigError) as caught:
+        resuming.decide(config, Ranks())
+    (line,) = caught.value.lines
+    assert line == (
+        f"training.adam_beta2 = 0.999: {tmp_path}/checkpoint-8 was saved with 0.95, the default then, and the result "
+        f"would be another run's; write that, or allow it with training.allow_change: [betas]"
+    )
+    written = run_config(output_dir=tmp_path, resume_from_checkpoint="auto", adam_beta2=0.95)
+    found = resuming.decide(written, Ranks())
+    assert found is not None and found.changed == {"training.warmup_steps": "said"}
+    assert "resumed with training.warmup_steps = 0 (was 7, the default then)" in found.said
+
+
+def test_a_checkpoint_without_arguments_is_said_to_be_taken_by_the_defaults(tmp_path: Path) -> None:
+    """Those that are installed; what its config sets is what it says."""
+    saved = run_config(output_dir=tmp_path, adam_beta2=0.999)
+    make(tmp_path, 8, run=about(saved.tree()))
+    config = run_config(output_dir=tmp_path, resume_from_checkpoint="auto", weight_decay=0.0)
+    found = resuming.decide(config, Ranks())
+    assert found is not None and found.changed == {}
+    (line,) = [line for line in found.said if "no resolved arguments" in line]
+    assert line == (
+        f"{tmp_path}/checkpoint-8 is of a release that kept no resolved arguments: for what its config leaves open, "
+        f"the defaults of the installed Transformers are assumed; checkpoints from here on have them"
+    )
+    with pytest.raises(ConfigError, match=r"training.weight_decay = 0.1: .* was saved with 0.0, and the result"):
+        resuming.decide(run_config(output_dir=tmp_path, resume_from_checkpoint="auto", weight_decay=0.1), Ranks())
+
+
+def test_arguments_have_no_place_and_no_address() -> None:
+    """A run that has moved, or is shown elsewhere, has the same ones; a preference's are those of its own Trainer."""
+    elsewhere = {
+        "output_dir": "/else",
+        "push_to_hub": True,
+        "hub_model_id": "me/mine",
+        "run_name": "r",
+        "logging_steps": 1,
+    }
+    found = [resuming.resolved(each, each.tree()["training"]) for each in (run_config(), run_config(**elsewhere))]
+    assert found[0] == found[1] and "learning_rate" in found[0]
+    dpo = run_config().model_copy(update={"task": "dpo"})
+    for written in ({}, {"loss_type": "sigmoid"}):
+        given = resuming.resolved(dpo, written)
+        assert (given["beta"], given["loss_type"], given["disable_dropout"]) == (0.1, ["sigmoid"], True)
 
 
 def test_the_number_of_ranks() -> None:
@@ -154,18 +149,21 @@ def compressed(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "ranks", "was"),
+    ("saved", "now", "ranks", "key", "was"),
     [
-        ({}, compressed(), (2, 2), "exchanged whole"),
-        (compressed(), {}, (2, 2), "exchanged as topk, density 0.01, from step 11 on by 2 ranks"),
-        (compressed(), compressed(density=0.1), (2, 2), "exchanged as topk, density 0.01"),
-        (compressed(), compressed(), (2, 4), "by 2 ranks"),
+        ({}, compressed(), (2, 2), "strategies.collectives.compress", "saved with none"),
+        (compressed(), {}, (2, 2), "strategies.collectives.compress", "saved with topk"),
+        (compressed(), compressed(density=0.1), (2, 2), "strategies.collectives.density", "saved with 0.01"),
+        (compressed(), compressed(), (2, 4), "ranks", "(each rank has state of its own)"),
+        ({}, compressed(), (2, 4), "ranks", "(each rank has state of its own)"),
     ],
 )
-def test_compressed_exchanges(saved: dict[str, Any], now: dict[str, Any], ranks: tuple[int, int], was: str) -> None:
+def test_compressed_exchanges(
+    saved: dict[str, Any], now: dict[str, Any], ranks: tuple[int, int], key: str, was: str
+) -> None:
     refused = changed({**now, "allow_change": ["ranks"]}, saved, ranks).refused
-    assert [line.key for line in refused] == ["strategies.collectives"] and was in refused[0].what
-    assert "training.allow_change: [compression]" in refused[0].what
+    (what,) = [line.what for line in refused if line.key == key]
+    assert was in what and "training.allow_change: [compression]" in what
     assert changed({**now, "allow_change": ["ranks", "compression"]}, saved, ranks).refused == []
     assert changed(now, now, (2, 2)).refused == []
 
@@ -175,18 +173,18 @@ def offloaded(moments: str, **more: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "was"),
+    ("saved", "now", "key", "was"),
     [
-        ({}, offloaded("int8"), "saved with moments in fp32"),
-        (offloaded("int8"), {}, "saved with moments in int8"),
-        (offloaded("int8"), offloaded("bf16"), "saved with moments in int8"),
-        (offloaded("int8", masters="bf16"), offloaded("int8"), "saved with moments in int8, masters in bf16"),
-        (offloaded("fp32", frozen_weights="fp8"), {}, "saved with frozen weights in fp8"),
+        ({}, offloaded("int8"), "moments", "saved with fp32"),
+        (offloaded("int8"), {}, "moments", "saved with int8"),
+        (offloaded("int8"), offloaded("bf16"), "moments", "saved with int8"),
+        (offloaded("int8", masters="bf16"), offloaded("int8"), "masters", "saved with bf16"),
+        (offloaded("fp32", frozen_weights="fp8"), {}, "frozen_weights", "saved with fp8"),
     ],
 )
-def test_moments_in_fewer_bits(saved: dict[str, Any], now: dict[str, Any], was: str) -> None:
+def test_moments_in_fewer_bits(saved: dict[str, Any], now: dict[str, Any], key: str, was: str) -> None:
     (refused,) = changed(now, saved).refused
-    assert refused.key == "strategies.offload" and was in refused.what
+    assert refused.key == f"strategies.offload.{key}" and was in refused.what
     assert "training.allow_change: [moments]" in refused.what
     assert changed({**now, "allow_change": ["moments"]}, saved).refused == []
     assert changed(now, now).refused == changed({}, offloaded("fp32")).refused == []
@@ -254,16 +252,12 @@ def test_a_schedule_that_follows_the_loss_needs_the_same_evaluations() -> None:
 
 def test_two_micro_batches_are_added_in_one_order() -> None:
     saved, now = ({"gradient_accumulation_steps": count} for count in (2, 1))
-    assert compare(run_config(**saved).tree(), run_config(**now).tree(), (1, 2), "c", Known(16)) == (set(), [], [])
+    assert compare(run_config(**saved).tree(), run_config(**now).tree(), (1, 2), "c", Known(16)) == ({}, [], [])
 
 
 def test_from_a_config_to_a_folder_is_one_line() -> None:
     saved, now = run_config(GPT2).tree(), run_config(None, model={"name_or_path": "runs/x/export"}).tree()
     assert [line.key for line in resume_rules.compare(saved, now, (1, 1), "c").refused] == ["model.name_or_path"]
-
-
-def test_an_unknown_strategy_key_moves_and_an_unknown_key_is_refused() -> None:
-    assert rule_of("strategies.another") == MOVES and rule_of("training.another") == NEVER
 
 
 SAVED: dict[str, Any] = {
@@ -286,14 +280,14 @@ def contents(
 
 
 def test_contents() -> None:
-    assert contents({"config": {**SAVED["config"], "new": 1}}) == (set(), [], [])
+    assert contents({"config": {**SAVED["config"], "new": 1}}) == ({}, [], [])
     other = {"sources": "x", "config": {"hidden_size": 9, "rope": {"theta": 2.0}, "attn_pdrop": 1}}
     assert {line.key for line in contents(other).refused} == {
         "data.path", "model.config.hidden_size", "model.config.rope.theta", "model.config.attn_pdrop",
     }  # fmt: skip
     found = contents(other, ("data", "model", "dropout"))
     assert {line.key for line in found.refused} == {"model.config.hidden_size"} and len(found.said) == 3
-    assert [line.key for line in contents({"tokenizer": "x"}, ALLOWABLE).refused] == ["model.tokenizer"]
+    assert [line.key for line in contents({"tokenizer": "x"}, CHANGES).refused] == ["model.tokenizer"]
 
 
 @pytest.mark.parametrize(
@@ -310,11 +304,11 @@ def test_each_content_alone(fact: str, key: str, group: str) -> None:
     for now, changed in (({}, ()), ({"fingerprint": "x"}, ("data.max_length",))):
         (line,) = contents({**now, fact: "x"}, changed=changed).refused
         assert line.key == key and f"training.allow_change: [{group}]" in line.what
-        others = [name for name in ALLOWABLE if name != group]
+        others = [name for name in CHANGES if name != group]
         assert contents({**now, fact: "x"}, others, changed).refused == [line]
         allowed = contents({**now, fact: "x"}, (group,), changed)
         assert (allowed.keys, allowed.said, allowed.refused) == (
-            {key}, [f"{key}: other contents than the checkpoint's"], [],
+            {key: group}, [f"{key}: other contents than the checkpoint's"], [],
         )  # fmt: skip
 
 
@@ -323,7 +317,7 @@ def test_rows_that_are_made_otherwise_of_the_same_files() -> None:
     assert [line.key for line in contents({"fingerprint": "x"}).refused] == ["data.path"]
     assert contents({"fingerprint": "x"}, changed=("data.max_length",)).refused == []
     assert contents({"fingerprint": "x"}, changed=("training.seed",)).refused == []
-    assert contents({"fingerprint": "x"}, ("data",)).keys == {"data.path"}
+    assert contents({"fingerprint": "x"}, ("data",)).keys == {"data.path": "data"}
 
 
 def sets(*paths: str, **options: Any) -> dict[str, Any]:
@@ -351,7 +345,7 @@ def sets(*paths: str, **options: Any) -> dict[str, Any]:
 )
 def test_another_place_is_compared_when_it_is_open(saved: Any, now: Any, keys: set[str]) -> None:
     trees = run_config(**saved).tree(), run_config(**now).tree()
-    assert compare(*trees, (1, 1), "c") == (set(), [], []) and moved(*trees).keys() == keys
+    assert compare(*trees, (1, 1), "c") == ({}, [], []) and moved(*trees).keys() == keys
 
 
 @pytest.mark.parametrize(
@@ -380,7 +374,7 @@ MOVED: Places = {"data.path": ("a", "b"), "data.eval_path": ("c", "d")}
 
 def test_other_places() -> None:
     assert contents({}, places=MOVED) == (
-        set(),
+        {},
         ["data.path = b (was a): the same contents", "data.eval_path = d (was c): the same contents"],
         [],
     )
@@ -388,7 +382,7 @@ def test_other_places() -> None:
     assert (line.key, line.value) == ("data.path", "b") and "c was saved with a; " in line.what
     allowed = contents({"sources": "x", "fingerprint": "x"}, ("data",), places=MOVED)
     assert (
-        allowed.keys == {"data.path"}
+        allowed.keys == {"data.path": "data"}
         and allowed.said[0] == "data.path = b (was a): other contents than the checkpoint's"
     )
 
@@ -396,7 +390,7 @@ def test_other_places() -> None:
 def test_a_checkpoint_with_fewer_hashes() -> None:
     """The fingerprint has evaluation data and template in it; where that differs for another reason, nobody knows."""
     lacks = ("evaluation", "template", "code")
-    assert contents({"evaluation": "x", "template": "x", "code": "x"}, lacks=lacks) == (set(), [], [])
+    assert contents({"evaluation": "x", "template": "x", "code": "x"}, lacks=lacks) == ({}, [], [])
     assert contents({"evaluation": "x"}, lacks=lacks, places=MOVED).refused == []
     rows = contents({"fingerprint": "x"}, changed=("data.max_length",), lacks=lacks, places=MOVED)
     assert [line.key for line in rows.refused] == ["data.eval_path"]
@@ -420,7 +414,7 @@ def test_a_refusal_names_file_line_and_key(tmp_path: Path) -> None:
 def test_other_parameters_are_refused() -> None:
     found = SimpleNamespace(manifest=SimpleNamespace(run=about()), path=Path("c"))
     with pytest.raises(ConfigError, match="its parameters have other names or shapes than those in c"):
-        resuming.Resumed(found, frozenset(), []).compare_shapes("y")  # type: ignore[arg-type]
+        resuming.Resumed(found, {}, []).compare_shapes("y")  # type: ignore[arg-type]
 
 
 def test_a_model_config_with_infinity_can_be_written() -> None:
@@ -442,5 +436,5 @@ def test_a_schedule_that_follows_the_loss_keeps_its_rate_and_its_evaluations() -
             for steps in (2, 3)
         )
         lines = resume_rules.compare(saved, now, (1, 1), "c").refused
-        assert [line.key for line in lines] == refused
-        assert not lines or "the rate that it has reached" in lines[1].what
+        assert sorted(line.key for line in lines) == refused
+        assert not lines or "the rate that it has reached" in lines[0].what

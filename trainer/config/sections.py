@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from deepstow.strategies.core.protocol import Strategy
+from deepstow.strategies.core.resume import on_resume
 from deepstow.trainer.config.arguments import (
     Allowed,
     Count,
@@ -23,6 +24,7 @@ from deepstow.trainer.config.arguments import (
     Reference,
     Section,
     TrainingSection,
+    free,
     one_of,
     option,
 )
@@ -65,19 +67,19 @@ class LoraSection(Section):
     """Low-rank adapters; names as in peft.LoraConfig (task_type follows from the task), but for the last two."""
 
     r: Count = option("Rank of the adapters.", 8)
-    lora_alpha: Count = option("Scale of the adapters; they are multiplied by lora_alpha / r.", 16)
-    lora_dropout: Ratio = option("Dropout before the adapters.", 0.0)
+    lora_alpha: Count = option("Scale of the adapters; they are multiplied by lora_alpha / r.", 16, resume="model")
+    lora_dropout: Ratio = option("Dropout before the adapters.", 0.0, resume="dropout")
     target_modules: Annotated[
         list[NonEmpty] | NonEmpty | None, Allowed("a list of module names, or a pattern, or all-linear")
     ] = option("Modules that get adapters; not set means peft's choice for the model.")
     bias: Literal["none", "all", "lora_only"] = option("Which biases are trained.", "none")
     modules_to_save: list[NonEmpty] | None = option("Modules trained in full besides.")
-    use_rslora: bool = option("Scale by lora_alpha / sqrt(r).", False)
+    use_rslora: bool = option("Scale by lora_alpha / sqrt(r).", False, resume="model")
     use_dora: bool = option("Train magnitude and direction apart (DoRA).", False)
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = option(
-        "Learning rate of B of each adapter, in multiples of that of A (LoRA+, as PEFT has it)."
+        "Learning rate of B of each adapter, in multiples of that of A (LoRA+, as PEFT has it).", resume="said"
     )
-    export: Literal["adapter", "merged"] | None = option(
+    export: Literal["adapter", "merged"] | None = free(
         "What the run leaves: the adapters, or a model with them in its weights, dequantised ones among them; not set "
         "means adapters if model.name_or_path says where their base is, else merged."
     )
@@ -134,30 +136,43 @@ class AttentionMaskSection(Section):
 class ModelSection(Section):
     """Which model is trained: exactly one of name_or_path and config."""
 
-    name_or_path: NonEmpty | None = option("Folder or hub name of a pretrained model.")
-    config: dict[str, Any] | None = option("Hugging Face model config (model_type, hidden_size, ...): random weights.")
+    name_or_path: NonEmpty | None = option("Folder or hub name of a pretrained model.", resume="model")
+    config: dict[str, Any] | None = option(
+        "Hugging Face model config (model_type, hidden_size, ...): random weights.", resume="architecture"
+    )
     tokenizer: Annotated[
         NonEmpty | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
-    ] = option("Name or folder, or one to train; not set means the model's own.")
-    dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
+    ] = option("Name or folder, or one to train; not set means the model's own.", resume="fixed")
+    dtype: Dtype = option(
+        "Type in which the weights are loaded; see also training.bf16.", "float32", resume="precision"
+    )
     attn_implementation: Attention | None = option(
-        "Attention kernel (deepstow docs attention); auto: the best one here; not set means the model's default."
+        "Attention kernel (deepstow docs attention); auto: the best one here; not set means the model's default.",
+        resume="kernels",
     )
     attention_mask: AttentionMaskSection | None = option(
-        "Fewer tokens than all before it (deepstow docs attention); not set means all, or what the model says."
+        "Fewer tokens than all before it (deepstow docs attention); not set means all, or what the model says.",
+        resume="model",
     )
-    trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
+    trust_remote_code: bool = free("Run Python code that comes with the model. It can do anything you can.", False)
     labels: Annotated[
         list[NonEmpty] | None, Allowed("a list of names, all different, as in [good, bad] or ['0', '1']")
-    ] = option("classification: the labels, in the order of their numbers; not set means the saved model's own.")
+    ] = option(
+        "classification: the labels, in the order of their numbers; not set means the saved model's own.",
+        resume="fixed",
+    )
     problem_type: Problem | None = option(
-        "classification: one label per row, several, or numbers; not set means the saved model's own, or one label."
+        "classification: one label per row, several, or numbers; not set means the saved model's own, or one label.",
+        resume="fixed",
     )
-    lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
+    lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.", resume="fixed")
     adapter: NonEmpty | None = option(
-        "Folder of a saved LoRA adapter that training goes on with; it says model.lora, its base and its tokenizer."
+        "Folder of a saved LoRA adapter that training goes on with; it says model.lora, its base and its tokenizer.",
+        resume="model",
     )
-    quantization_config: QuantizationSection | None = option("Base weights in 4 or 8 bits under model.lora.")
+    quantization_config: QuantizationSection | None = option(
+        "Base weights in 4 or 8 bits under model.lora.", resume="model"
+    )
 
     @property
     def merges(self) -> bool:
@@ -206,14 +221,14 @@ class DataSection(Section):
     format: FormatName | None = option("What the columns mean; not set: what their names say.")
     reader: Reference | None = option("What reads files of another kind (deepstow docs extending).")
     limit: Count | None = option("Rows that are read, from the first on; not set: all.")
-    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample.", 1024)
+    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample.", 1024, resume="max_length")
     excess_length_strategy: Excess | None = option(
-        "What becomes of longer samples; not set: text is split, others are truncated."
+        "What becomes of longer samples; not set: text is split, others are truncated.", resume="max_length"
     )
     max_target_length: Annotated[int, Field(ge=2)] | None = option(
-        "seq2seq: tokens of a completion; longer ones are cut; not set means max_length."
+        "seq2seq: tokens of a completion; longer ones are cut; not set means max_length.", resume="max_length"
     )
-    packing: bool = option("Fill each sequence with several samples; they do not mix.", False)
+    packing: bool = option("Fill each sequence with several samples; they do not mix.", False, resume="packing")
     completion_only_loss: bool | None = option("Loss on completions only; not set: yes for prompt/completion data.")
     assistant_only_loss: bool = option("Loss on the assistant's turns of messages only.", False)
     chat_template: NonEmpty | None = option(
@@ -222,7 +237,7 @@ class DataSection(Section):
     chat_template_path: NonEmpty | None = option("Jinja chat template in a file: TRL's name for chat_template.")
     streaming: bool = option("Read while training; needs rows, or training.max_steps.", False)
     rows: Count | None = option("streaming: how many rows a pass over the data has, as they are trained on.")
-    num_proc: Count | None = option("Processes that prepare the data.")
+    num_proc: Count | None = free("Processes that prepare the data.")
 
     _folders: tuple[Path, ...] = PrivateAttr(default=())  # in which modules are looked for first
 
@@ -266,14 +281,16 @@ OPTIONAL: Mapping[str, type[Section]] = {
 class RunConfig(Section):
     """Everything that decides a run. ``trainer/config/load.py`` makes it from files; equal configs give equal runs."""
 
-    task: TaskName = option("What is learned; deepstow docs tasks has the columns that each needs.", "sft")
+    task: TaskName = option(
+        "What is learned; deepstow docs tasks has the columns that each needs.", "sft", resume="fixed"
+    )
     model: ModelSection
-    data: DataSection
+    data: DataSection = Field(json_schema_extra=on_resume("data"))
     training: TrainingSection
-    distill: DistillSection | None = None
-    prune: PruneSection | None = None
-    quantize: QuantizeSection | None = None
-    export: ExportSection | None = None
+    distill: DistillSection | None = Field(default=None, json_schema_extra=on_resume("loss"))
+    prune: PruneSection | None = Field(default=None, json_schema_extra=on_resume("pruning"))
+    quantize: QuantizeSection | None = Field(default=None, json_schema_extra=on_resume("free"))
+    export: ExportSection | None = Field(default=None, json_schema_extra=on_resume("free"))
     strategies: dict[str, SerializeAsAny[Strategy]] = option("Strategy by name; one that is present is on.", {})
 
     # Where each key was written; empty for a config built in Python.

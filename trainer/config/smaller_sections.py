@@ -118,14 +118,15 @@ class QuantizeSection(Section):
         ["nf4"],
     )
     group_size: Annotated[int, Field(ge=2)] = option(
-        "int8_group, int4_group: weights of an output that have a scale together.", 128
+        "int8_group, int4_group: weights of an output that have a scale together.", 128, resume="qat"
     )
     bnb_4bit_use_double_quant: bool = option("Quantise the scales of 4-bit weights as well.", False)
     llm_int8_skip_modules: list[NonEmpty] | None = option(
         "Modules that are not quantised, in any format; not set means the head."
     )
     qat: Literal["int8_group", "int4_group"] | None = option(
-        "Quantisation-aware training: forward rounds the weights as this one of formats does; not set: it does not."
+        "Quantisation-aware training: forward rounds the weights as this one of formats does; not set: it does not.",
+        resume="qat",
     )
 
 

@@ -83,9 +83,14 @@ class ModelFacts(_Part):
 
 
 class About(_Part):
-    """What is the same for all checkpoints of a run."""
+    """What is the same for all checkpoints of a run.
+
+    ``arguments``: what Hugging Face's Trainer was given, defaults included (``resuming.resolved``). None in a manifest
+    of a release that did not have them.
+    """
 
     config: dict[str, Any]
+    arguments: dict[str, Any] | None = None
     config_sha256: str
     versions: dict[str, str]
     code: dict[str, str] = Field(default={}, description="Hashes of files from outside that the config names.")

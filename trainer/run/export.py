@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from deepstow.strategies.core.resume import rule_at
 from deepstow.strategies.engine.tensors.quantised import keep_packing
 from deepstow.strategies.parallel.tensor_shards import whole_shape
 from deepstow.strategies.state.commit import inside, replaced_folder, same_modes
@@ -44,7 +45,6 @@ from deepstow.trainer.run.callbacks import of_best, perplexity
 from deepstow.trainer.run.checkpoint import versions
 from deepstow.trainer.run.finished import KIND, NAME
 from deepstow.trainer.run.nonfinite import NonFinite
-from deepstow.trainer.run.resume_rules import RULES, SILENT
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.tasks.task import Task, loaded, scores
 
@@ -376,13 +376,10 @@ def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[st
 
 def _settings(config: RunConfig) -> Iterator[str]:
     """The keys of ``training`` on which the result depends, as they were set or by default."""
+    fields = type(config.training).model_fields
     for key, value in config.training.model_dump().items():
-        if (
-            value is not None
-            and value is not False
-            and RULES.get(f"training.{key}", SILENT) != SILENT
-            and key != "callbacks"
-        ):
+        decides = key != "callbacks" and rule_at(fields[key], "fixed") not in ("free", "evaluations")
+        if value is not None and value is not False and decides:
             yield f"{key} {_shown(value)}"
 
 

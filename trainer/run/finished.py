@@ -8,14 +8,13 @@ is never taken for that of another run; nor is one of a release that named no ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.state import sealed
 from deepstow.strategies.state.sealed import Damaged, intact
 from deepstow.trainer.run import checkpoint
-from deepstow.trainer.run.resume_rules import MOVES, SAID, rule_of
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -53,13 +52,13 @@ def said_by(export: Path) -> Mapping[str, Any]:
         return {}
 
 
-def before(config: RunConfig, found: Found, changed: Collection[str] = ()) -> str | None:
+def before(config: RunConfig, found: Found, changed: Mapping[str, str] = {}) -> str | None:
     """The line of a run that is over at the checkpoint that it resumes, its export whole; None if something is left to
-    do. ``changed``: keys of its config that differ from the checkpoint's. Takes as long as reading the export.
+    do. ``changed``: rules of keys that differ from the checkpoint's. Takes as long as reading the export.
     """
     folder, step = Path(config.training.output_dir) / NAME, found.step
     # How many steps an epoch has follows from rows and batches. What is honoured otherwise needs a step to be seen.
-    if config.training.max_steps <= 0 and any(rule_of(key) not in (SAID, MOVES) for key in changed):
+    if config.training.max_steps <= 0 and any(rule != "said" for rule in changed.values()):
         return None
     wanted = about(config, step, found.path)
     del wanted[BEST]  # it follows from the evaluations, which the checkpoint has

@@ -488,6 +488,7 @@ def about(run: Run, model: PreTrainedModel) -> About:
     weights, brought = inputs.recorded(run.config, run.ranks, run.resumed), contents.code(run.config.model, as_loaded)
     return About(
         config=tree,
+        arguments=resuming.resolved(run.config, tree["training"]),
         config_sha256=digest_of(tree),
         versions=checkpoint.versions(),
         code=code,

@@ -1,17 +1,11 @@
-"""What may differ between the run that saved a checkpoint and the run that resumes it: one table and a comparison.
+"""What may differ between the run that saved a checkpoint and the run that resumes it: a comparison of two configs.
 
-Some changes of a config are meant (fewer log lines, another learning rate), some give a result that nobody can repeat
-(other data, another batch), and some cannot work. Every key has a rule:
+Some changes are meant (fewer log lines, another learning rate), some give a result that nobody can repeat (other data,
+another batch), and some cannot work. Each key says which, where it stands (``strategies/core/resume.py``).
 
-* ``SILENT``: says where, when and how much is reported, kept or moved; no bit of the result depends on it;
-* ``SAID``: is honoured, and the log says old and new value: the learning rate and its schedule, the number of steps;
-* a name, such as ``batch_size``: changes the result; refused unless ``training.allow_change`` has the name;
-* ``NEVER``: the saved state does not fit.
-
-Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. Where ranks have state of
-their own, as of compressed exchanges, other options or another number of ranks are ``compression``; state in fewer
-bits is ``moments``. Ranks and accumulation may change together, if updates keep their rows (``same_rows.py``). A key
-that is in no rule is refused, and a test compares the table with the sections of the config.
+Two things are not of one key alone. Ranks and accumulation may change together, if updates keep their rows
+(``same_rows.py``); but not where ranks have state of their own, as of compressed exchanges. And a key that is not set
+means a default of Transformers or TRL: so checkpoints say what it was, and a release with another default is noticed.
 
 Some keys say where something is, as ``data.path`` does. Values that differ in nothing else (``moved``) are neither
 refused nor allowed by themselves: once it is open, what is there is compared with the hashes of the checkpoint.
@@ -19,111 +13,25 @@ refused nor allowed by themselves: once it is open, what is there is compared wi
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from deepstow.strategies.core.protocol import Losses
+from pydantic import BaseModel
+
 from deepstow.strategies.core.registry import available, find
-from deepstow.trainer.config.arguments import ALLOWABLE
+from deepstow.strategies.core.resume import rule_at
+from deepstow.trainer.config.check import inner_model
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.run import same_rows
 from deepstow.trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
-
-SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
-COMPRESSION, MOMENTS = "compression", "moments"  # of a strategy, by what it says itself
-QAT = "qat"  # two keys of quantize together
-
-_SILENT_TRAINING = """
-    output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
-    include_num_input_tokens_seen live profile report_to run_name project trackio_space_id trackio_bucket_id
-    trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
-    eval_accumulation_steps save_strategy save_steps save_total_limit save_on_each_node load_best_model_at_end
-    metric_for_best_model greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint
-    push_to_hub hub_model_id hub_private_repo hub_revision dataloader_num_workers
-    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps
-    predict_with_generate generation_max_length generation_num_beams gradient_checkpointing
-    gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs allow_change overwrite
-    sample_prompts compute_metrics preprocess_logits_for_metrics
-"""
-# What changes the result, by the name that training.allow_change takes.
-_GROUPS: Mapping[str, str] = {
-    "data": """data.path data.datasets data.name data.split data.limit data.eval_path data.eval_split
-        data.eval_fraction data.columns data.completion_only_loss data.assistant_only_loss
-        data.chat_template data.chat_template_path data.streaming data.rows data.format data.reader""",
-    "max_length": "data.max_length data.excess_length_strategy data.max_target_length",
-    "packing": "data.packing",
-    "seed": "training.seed training.data_seed",
-    "order": "training.train_sampling_strategy training.dataloader_drop_last training.dataloader_in_order",
-    "batch_size": "training.per_device_train_batch_size",
-    "accumulation": "training.gradient_accumulation_steps",
-    "loss": """distill training.average_tokens_across_devices training.label_smoothing_factor
-        training.neftune_noise_alpha training.beta training.loss_type training.precompute_ref_log_probs
-        training.desirable_weight training.undesirable_weight training.center_rewards_coefficient""",
-    "pruning": "prune",
-    "dropout": "model.lora.lora_dropout training.disable_dropout",
-    "betas": "training.adam_beta1 training.adam_beta2 training.adam_epsilon",
-    "weight_decay": "training.weight_decay",
-    "clipping": "training.max_grad_norm",
-    "precision": "training.bf16 training.fp16 training.tf32 model.dtype",
-    "kernels": """training.full_determinism training.use_cpu training.torch_compile training.torch_compile_backend
-        training.torch_compile_mode training.use_liger_kernel training.liger_kernel_config
-        model.attn_implementation""",
-    "model": """model.name_or_path model.adapter model.config model.attention_mask model.quantization_config
-        model.lora.lora_alpha model.lora.use_rslora""",
-}
-_SAID = """
-    training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
-    training.callbacks training.lr_scheduler_kwargs training.warmup_steps training.early_stopping_patience
-    training.early_stopping_threshold model.lora.loraplus_lr_ratio
-"""
-_NEVER = """
-    task training.optim training.optim_args model.tokenizer model.labels model.problem_type model.lora model.lora.r
-    model.lora.target_modules model.lora.bias
-    model.lora.modules_to_save model.lora.use_dora
-"""
-RULES: Mapping[str, str] = {
-    **{f"training.{name}": SILENT for name in _SILENT_TRAINING.split()},
-    "data.num_proc": SILENT,
-    "quantize": SILENT,
-    "export": SILENT,
-    "model.trust_remote_code": SILENT,
-    "model.lora.export": SILENT,
-    **{key: name for name, keys in _GROUPS.items() for key in keys.split()},
-    **dict.fromkeys(_SAID.split(), SAID),
-    **dict.fromkeys(_NEVER.split(), NEVER),
-}
-
-
-def unset() -> dict[str, object]:
-    """What an unset key means; writing it out is no change. Without ``use_cpu``, the device is the machine's. Read from
-    the source of Transformers, which takes seconds to import.
-    """
-    found = find_spec("transformers")
-    if found is None or found.origin is None:
-        return {}
-    tree = ast.parse(Path(found.origin).with_name("training_args.py").read_text(encoding="utf-8"))
-    (theirs,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
-    defaults = dict[str, object]()
-    for node in theirs.body:
-        if not isinstance(node, ast.AnnAssign) or node.value is None:
-            continue
-        given = {each.arg: each.value for each in node.value.keywords} if isinstance(node.value, ast.Call) else {}
-        with suppress(ValueError):  # no default, or one that is not written out: every config says ``optim``
-            defaults[f"training.{ast.unparse(node.target)}"] = ast.literal_eval(given.get("default", node.value))
-    return {key: value for key, value in defaults.items() if key != "training.use_cpu"}
-
 
 # Keys that say where something is, and the hash of a manifest that what is there is compared with.
 PLACES: Mapping[str, str] = {
     "data.path": "sources", "data.datasets": "sources", "data.eval_path": "evaluation",
     "data.chat_template": "template", "data.chat_template_path": "template", "model.tokenizer": "tokenizer",
-    "model.name_or_path": "weights", "distill": "teacher",
+    "model.name_or_path": "weights", "distill.teacher": "teacher",
 }  # fmt: skip
 
 
@@ -158,9 +66,6 @@ _SHAPES = """
     num_local_experts num_experts moe_intermediate_size num_experts_per_tok
 """
 SHAPES = frozenset(_SHAPES.split())
-_EVALUATIONS = """eval_strategy eval_steps eval_delay eval_on_start metric_for_best_model greater_is_better
-    compute_metrics preprocess_logits_for_metrics"""
-_FOLLOWED = {f"training.{name}" for name in _EVALUATIONS.split()}
 
 
 class Line(NamedTuple):
@@ -172,52 +77,74 @@ class Line(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """All differences that matter: keys that are honoured or allowed, what to log of them, and what is refused."""
+    """All differences that matter: the rules of keys that are honoured or allowed, what to log of them, and what is
+    refused.
+    """
 
-    keys: set[str]
+    keys: dict[str, str]
     said: list[str]
     refused: list[Line]
 
 
+class Difference(NamedTuple):
+    """A dotted key that two configs have otherwise: its rule, the value that was saved, and the value now."""
+
+    key: str
+    rule: str
+    old: Any
+    new: Any
+
+
 def compare(
-    saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, int], name: str, known: Known = NOT_KNOWN
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    ranks: tuple[int, int],
+    name: str,
+    known: Known = NOT_KNOWN,
+    resolved: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Changes:
     """Compare two configs as trees; ``ranks`` that saved and that resume, as copies of the model, the ``name`` of the
-    checkpoint, and what is ``known`` of it.
+    checkpoint, what is ``known`` of it, and the ``resolved`` arguments of both.
     """
+    written = {f"training.{key}" for tree in (saved, now) for key in tree.get("training", {})}
     allowed, places = now.get("training", {}).get("allow_change", ()), moved(saved, now, known)
-    found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now) if key not in places]
-    found += _of_strategies(saved, now, ranks)
-    if (old := _rounded(saved)) != (new := _rounded(now)):
-        found.append(("quantize.qat", QAT, old, new))
-    keys, said, refused = changes = Changes(set(), [], [])
+    saved, now = (
+        {**tree, "training": {**tree.get("training", {}), **more}}
+        for tree, more in zip((saved, now), resolved, strict=True)
+    )
+    schedule = now["training"].get("lr_scheduler_type")
+    found = [each for each in differences(saved, now) if each.key not in places]
+    keys, said, refused = changes = Changes({}, [], [])
     for key, value, why in _removed(saved):
         refused.append(Line(key, None, f"{name} was saved with {_shown(value)}: {why}"))
-    other_rows = ""
+    reasons = dict[str, str]()  # of what is refused of ranks, by rule
     if ranks[0] != ranks[1]:
-        found.append((RANKS, RANKS, *ranks))
-        others = [key for key, rule, *_ in found if rule != SILENT] + [key for key in places if "data" in allowed]
+        if any(_exchanges_lossily(tree) for tree in (saved, now)):
+            found.append(Difference(RANKS, "compression", *ranks))
+            reasons["compression"] = " (each rank has state of its own)"
+        others = [each.key for each in found if each.rule != "free"] + [key for key in places if "data" in allowed]
         if any(key.startswith("data.") for key in others):
             known = known._replace(rows=None)
-        other_rows = same_rows.why_not(saved, now, ranks, known)
-        if not other_rows:
-            found = [each for each in found if each[0] not in (RANKS, ACCUMULATION)]
+        if why := same_rows.why_not(saved, now, ranks, known):
+            found.append(Difference(RANKS, "ranks", *ranks))
+            reasons |= dict.fromkeys(("ranks", "accumulation"), f" ({why})")
+        else:
+            found = [each for each in found if each.key != ACCUMULATION]
             if (count := same_rows.micro_batches(now, ranks[1])) > 2:
                 said.append(f"the same rows in an update; its {count} micro-batches may be added up in another order")
+    rounds = any((tree.get("quantize") or {}).get("qat") for tree in (saved, now))
     for key, rule, old, new in found:
-        schedule = now.get("training", {}).get("lr_scheduler_type")
-        rule = NEVER if key in _FOLLOWED and schedule in FOLLOWS_LOSS else rule
-        if rule == SILENT:
+        if rule == "free" or (rule == "qat" and not rounds) or (rule == "evaluations" and schedule not in FOLLOWS_LOSS):
             continue
+        was = _shown(old) if key in written or not key.startswith("training.") else f"{_shown(old)}, the default then"
         if why := _cannot(key, rule, old, new, schedule):
-            refused.append(Line(key, new, f"{name} was saved with {_shown(old)}, {why}"))
-        elif rule in (SAID, MOVES) or rule in allowed:
-            keys.add(key)
-            said.append(f"{key} = {_shown(new)} (was {_shown(old)})")
+            refused.append(Line(key, new, f"{name} was saved with {was}, {why}"))
+        elif rule == "said" or rule in allowed:
+            keys[key] = rule
+            said.append(f"{key} = {_shown(new)} (was {was})")
         else:
             back = "start that many" if key == RANKS else "write that"
-            why = f" ({other_rows})" if other_rows and key in (RANKS, ACCUMULATION) else ""
-            what = f"{name} was saved with {_shown(old)}, and the result would be another run's{why}"
+            what = f"{name} was saved with {was}, and the result would be another run's{reasons.get(rule, '')}"
             refused.append(Line(key, new, f"{what}; {back}, or allow it with training.allow_change: [{rule}]"))
     return changes
 
@@ -226,24 +153,23 @@ def moved(
     saved: Mapping[str, Any], now: Mapping[str, Any], known: Known = NOT_KNOWN
 ) -> dict[str, tuple[object, object]]:
     """Keys of two configs that differ in where something is alone, each with both values, if it can be compared."""
-    found = {key: (old, new) for key, old, new in differences(saved, now) if _is_moved(key, old, new)}
+    found = {key: (old, new) for key, _, old, new in differences(saved, now) if _is_moved(key, old, new)}
     return {key: both for key, both in found.items() if PLACES[key] not in known.lacks}
 
 
 def _is_moved(key: str, old: Any, new: Any) -> bool:
-    if key in ("data.datasets", "distill"):
-        return type(old) is type(new) and old and new and _without_places(old) == _without_places(new)
+    if key == "data.datasets":
+        return bool(old and new) and [{**each, "path": ""} for each in old] == [{**each, "path": ""} for each in new]
+    if key == "distill.teacher":
+        return _weights(old) == _weights(new)
     if key in ("data.path", "data.eval_path", "model.name_or_path"):
         return isinstance(old, str) and isinstance(new, str)
     return key in PLACES and not any(isinstance(value, Mapping) for value in (old, new))
 
 
-def _without_places(value: Any) -> Any:
-    """Of data sets the options, of a teacher, or several, the weights and what is learned."""
-    if isinstance(value, Mapping):
-        teacher = value["teacher"]
-        return {**value, "teacher": [1] if isinstance(teacher, str) else list(teacher.values())}
-    return [{**each, "path": ""} for each in value]
+def _weights(teacher: Any) -> list[float]:
+    """Of a teacher, or of several."""
+    return list(teacher.values()) if isinstance(teacher, Mapping) else [1.0]
 
 
 def compare_contents(
@@ -263,7 +189,7 @@ def compare_contents(
     trees = [{"model": {"config": {key: tree["config"][key] for key in both}}} for tree in (saved, now)]
     changes = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
     same_rows = saved["fingerprint"] == now["fingerprint"]
-    of_data = Changes(set(), [], [])
+    of_data = Changes({}, [], [])
     for fact in ("sources", "evaluation", "template"):
         if saved[fact] is None:  # the fingerprint knows it as well, but not it alone
             known = (
@@ -298,14 +224,14 @@ def compare_content(
             changes.said.append(f"{key} = {_where(new)} (was {_where(old)}): the same contents")
         return
     if content.group and content.group in allowed:
-        changes.keys.update(where or [content.key])
+        changes.keys.update(dict.fromkeys(where or [content.key], content.group))
         shown = [f"{key} = {_where(new)} (was {_where(old)})" for key, (old, new) in where.items()] or [content.key]
         changes.said.extend(f"{each}: other contents than the checkpoint's" for each in shown)
         return
     cure = f", or allow it with training.allow_change: [{content.group}]" if content.group else ""
     for key, (old, new) in where.items():
         what = f"{name} was saved with {_where(old)}; {content.what.format(name)}; write that{cure}"
-        changes.refused.append(Line(content.key if key == "distill" else key, _where(new), what))
+        changes.refused.append(Line(key, _where(new), what))
     if not where:
         back = "those" if " those " in content.what else "that"
         changes.refused.append(Line(content.key, None, f"{content.what.format(name)}; bring {back} back{cure}"))
@@ -313,44 +239,77 @@ def compare_content(
 
 def _where(value: Any) -> str:
     """The places in a value of ``PLACES``, in one line; a chat template may be there in full."""
-    if isinstance(value, Mapping):
-        value = value["teacher"]
     if isinstance(value, list | dict):
         value = ", ".join(each["path"] if isinstance(each, Mapping) else each for each in value)
     return shorten(_shown(value), 200)
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys with both values, where they differ; a section without rules inside is one key."""
-    old, new, means = leaves(saved), leaves(now), unset()
-    built = [any(key.startswith("model.config.") for key in tree) for tree in (old, new)]
-    for key in old | new:
-        if built[0] is not built[1] and key.startswith("model.config."):
-            continue  # model.name_or_path differs, which says it all
-        before, after = old.get(key, means.get(key)), new.get(key, means.get(key))
-        if key == "training.data_seed":  # unset, it is the seed
-            before, after = (tree.get(key, tree.get("training.seed")) for tree in (old, new))
-            if old.get(key) is None and new.get(key) is None:
-                continue  # the seed has its own line
-        if before != after:
-            yield key, before, after
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    """What two configs have otherwise, by their keys. A section that only one of them has is one difference, with those
+    in it whose rule is another: what is not there is as by default.
+    """
+    return _inside(RunConfig, saved, now, "fixed", "")
 
 
-def _of_strategies(
-    saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[int]
-) -> Iterator[tuple[str, str, str, str]]:
-    """State of strategies that is not what it was: that of each rank, and what has fewer bits than plain training's."""
-    trees = [tree.get("strategies", {}) for tree in (saved, now)]
-    for name in sorted({*trees[0], *trees[1]} & set(available())):
-        used = [find(name).of_saved(tree[name]) if name in tree else None for tree in trees]
-        losses = [each.losses() if each else Losses() for each in used]
-        pairs = zip((each.exchange for each in losses), ranks, strict=True)
-        exchanged = [f"{way} by {many} ranks" if way else "whole" for way, many in pairs]
-        bits = [each.bits or "moments in fp32, weights as loaded" for each in losses]
-        if exchanged[0] != exchanged[1]:
-            yield f"strategies.{name}", COMPRESSION, f"exchanged {exchanged[0]}", f"exchanged {exchanged[1]}"
-        if bits[0] != bits[1]:
-            yield f"strategies.{name}", MOMENTS, bits[0], bits[1]
+def _inside(
+    section: type[BaseModel], saved: Mapping[str, Any], now: Mapping[str, Any], around: str, at: str
+) -> Iterator[Difference]:
+    """Differences in a section, whose own rule is ``around``."""
+    for name in dict.fromkeys([*section.model_fields, *saved, *now]):
+        key, field = f"{at}{name}", section.model_fields.get(name)
+        default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+        old, new = (tree.get(name, default) for tree in (saved, now))
+        rule = "fixed" if field is None else rule_at(field, around)  # another release had it
+        if key == "strategies":
+            yield from _of_strategies(old, new)
+        elif rule == "architecture":
+            # Where the model is a saved one, model.name_or_path differs, which says it all.
+            yield from _of_architecture(old, new, key) if old and new else ()
+        elif key == "training.data_seed" and (old, new) == (saved.get("seed"), now.get("seed")):
+            continue  # the seed has its own line
+        elif old != new:
+            yield from _of_key(Difference(key, rule, old, new), field and inner_model(field.annotation))
+
+
+def _of_key(found: Difference, section: type[BaseModel] | None) -> Iterator[Difference]:
+    """The difference of a key, or those in the ``section`` that it is."""
+    key, rule, old, new = found
+    values = [value for value in (old, new) if value is not None]
+    if section is None or not all(isinstance(value, Mapping) for value in values):
+        yield found
+        return
+    whole = len(values) == 2
+    if not whole:
+        yield found
+    inside = _inside(section, old or {}, new or {}, rule, f"{key}.")
+    yield from (each for each in inside if whole or each.rule != rule)
+
+
+def _of_strategies(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    for name in sorted({*saved, *now}):
+        old, new, strategy = saved.get(name), now.get(name), find(name) if name in available() else None
+        if strategy is not None and old is not None:
+            old = {option: value for option, value in old.items() if not strategy.removed_of(option, value)}
+        if old != new:
+            yield from _of_key(
+                Difference(f"strategies.{name}", strategy.resume if strategy else "fixed", old, new), strategy
+            )
+
+
+def _of_architecture(old: Mapping[str, Any], new: Mapping[str, Any], at: str) -> Iterator[Difference]:
+    """Of Hugging Face's config of a model, by names of its keys."""
+    for name in dict.fromkeys([*old, *new]):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _of_architecture(before, after, f"{at}.{name}")
+        elif before != after:
+            rule = "fixed" if name in SHAPES else "dropout" if "drop" in name else "model"
+            yield Difference(f"{at}.{name}", rule, before, after)
+
+
+def _exchanges_lossily(tree: Mapping[str, Any]) -> bool:
+    """Whether ranks have state of their own."""
+    return any(each.rule == "compression" for each in _of_strategies({}, tree.get("strategies", {})))
 
 
 def _removed(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -361,39 +320,11 @@ def _removed(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
                 yield f"strategies.{name}.{option}", value, removed.state
 
 
-def _rounded(tree: Mapping[str, Any]) -> str | None:
-    """How forward rounds the weights; None: it does not."""
-    given = tree.get("quantize") or {}
-    return f"{given['qat']} by {given['group_size']}" if given.get("qat") else None
-
-
-def rule_of(key: str) -> str:
-    """The rule of a dotted key; keys of ``model.config`` by what they are."""
-    if key.startswith("strategies."):
-        return MOVES
-    if key.startswith("model.config."):
-        last = key.rpartition(".")[2]
-        if key.removeprefix("model.config.") in SHAPES or last in SHAPES:
-            return NEVER
-        return "dropout" if "drop" in last else "model"
-    return RULES.get(key, NEVER)
-
-
-def leaves(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """The values of a config by dotted keys. A strategy is one value with its options; so is what has an own rule."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{at}{name}"
-        inside = key in ("model", "data", "training", "strategies", "model.lora") or key.startswith("model.config")
-        found |= leaves(value, f"{key}.") if inside and isinstance(value, Mapping) else {key: value}
-    return found
-
-
 def _cannot(key: str, rule: str, old: object, new: object, schedule: object) -> str:
     """Why a change cannot work at all, and the way out; empty if it can. ``schedule`` is this run's."""
-    if key in _FOLLOWED and rule == NEVER:
+    if rule == "evaluations":
         return "and the schedule follows the evaluations; write that"
-    if rule == NEVER:
+    if rule == "fixed":
         return "and its state does not fit another; write that, or start anew in another training.output_dir"
     if key == "training.lr_scheduler_type" and (old in FOLLOWS_LOSS) is not (new in FOLLOWS_LOSS):
         return "and a schedule that follows the evaluation loss cannot go on from one that does not; write that"
@@ -404,8 +335,3 @@ def _cannot(key: str, rule: str, old: object, new: object, schedule: object) -> 
 
 def _shown(value: object) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-assert set(ALLOWABLE) == {*_GROUPS, COMPRESSION, MOMENTS, QAT, "ranks"}, (
-    "training.allow_change has the groups of this table"
-)

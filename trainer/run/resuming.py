@@ -2,9 +2,10 @@
 
 The first rank completes what a kill has cut short, compares
 the checkpoint with its manifest and tells the others: two ranks that do not see the same folder would go on from
-different steps. Then every rank compares the manifest with its config, by the table in ``resume_rules.py``: first the
+different steps. Then every rank compares the manifest with its config, by ``resume_rules.py``: first the
 config alone, before any data is read; then what was opened. A refusal names each key with its file and line. What a
-checkpoint of an earlier release has no hash of is named in one line, and not compared.
+checkpoint of an earlier release has no hash of is named in one line, and not compared. One that does not have what
+Hugging Face's arguments were is taken to have had the defaults of the releases that are installed, which is said.
 
 Hugging Face restores its whole state: how often is logged, evaluated and saved, and the path of the best checkpoint.
 Here intervals are those of the config. What was best so far stays the bar if the run goes on in its own folder with the
@@ -13,9 +14,10 @@ same metric; the best checkpoint is the one of that name there, wherever the fol
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,9 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from deepstow.strategies.core.protocol import Axis
+from deepstow.strategies.core.resume import rule_at
+from deepstow.trainer.config.arguments import TrainingSection
+from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.data.prepare import Contents
 from deepstow.trainer.distributed.agreement import DAY_S, agreement
 from deepstow.trainer.errors import ConfigError, write_line
@@ -30,6 +35,8 @@ from deepstow.trainer.run import checkpoint, earlier, resume_rules
 from deepstow.trainer.run.checkpoint import Found
 from deepstow.trainer.run.resume_rules import Changes
 from deepstow.trainer.run.same_rows import Known
+from deepstow.trainer.tasks.table import TASKS
+from deepstow.trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,14 +49,15 @@ METRIC = ("metric_for_best_model", "greater_is_better")
 
 @dataclass(slots=True)
 class Resumed:
-    """The checkpoint that a run goes on from, the keys that it takes from its config instead, and what to log.
+    """The checkpoint that a run goes on from, the keys that it takes from its config instead, by their rules, and what
+    to log.
 
     ``places``: keys that say another place than the checkpoint's, with both values, as long as what is there has not
     been compared. ``weights``: the hash of those that training began with; None where nobody knows.
     """
 
     found: Found
-    changed: frozenset[str]
+    changed: dict[str, str]
     said: list[str]
     places: dict[str, tuple[object, object]] = field(default_factory=dict)
     weights: str | None = None
@@ -74,7 +82,7 @@ class Resumed:
 
     def compare_content(self, config: RunConfig, fact: str, saved: str, now: str) -> None:
         """Raise ConfigError if the content that is a ``fact`` of the manifest differs, and may not."""
-        changes = Changes(set(), [], [])
+        changes = Changes({}, [], [])
         allowed, name = config.training.allow_change, str(self.path)
         resume_rules.compare_content(fact, saved, now, allowed, name, self.places, changes)
         self._take(config, changes)
@@ -93,7 +101,7 @@ class Resumed:
 
     def _take(self, config: RunConfig, changes: Changes) -> None:
         if changes.refused:
-            tree = resume_rules.leaves(config.tree())
+            tree = {".".join(key): value for key, value in leaves((), config.tree())}
             values = [(key, tree.get(key) if value is None else value, what) for key, value, what in changes.refused]
             raise ConfigError([config.error(*each).lines[0] for each in values])
         self.changed |= changes.keys
@@ -113,8 +121,8 @@ def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
         for line in said:
             write_line(line)
     places = resume_rules.moved(found.manifest.run.config, config.tree(), _known(found))
-    said = _versions(found) + _threads(found)
-    resumed = Resumed(found, frozenset(), said, places, found.manifest.run.model.weights)
+    said = _versions(found) + _threads(found) + _assumed(found)
+    resumed = Resumed(found, {}, said, places, found.manifest.run.model.weights)
     resumed._take(config, compare(config, ranks.world_size, found))
     return resumed
 
@@ -123,7 +131,28 @@ def compare(config: RunConfig, world_size: int, found: Found) -> Changes:
     """The run that saved a checkpoint and this one on so many ranks, by their configs."""
     run, tree = found.manifest.run, config.tree()
     copies = _copies(run.config, run.world_size), _copies(tree, world_size)
-    return resume_rules.compare(run.config, tree, copies, str(found.path), _known(found))
+    # What the manifest does not have, one of d309ba20 none of it, was the default that is installed.
+    kept = run.arguments or {}
+    then = {key: kept.get(key, value) for key, value in resolved(config, run.config.get("training", {})).items()}
+    now = resolved(config, tree["training"])
+    return resume_rules.compare(run.config, tree, copies, str(found.path), _known(found), (then, now))
+
+
+def resolved(config: RunConfig, written: Mapping[str, Any]) -> dict[str, Any]:
+    """What keys of ``training`` mean to Hugging Face's Trainer of this task, as JSON: as ``written`` in a section, else
+    the installed defaults. Only those that two runs are compared by: no folder, name or address of anything. Without
+    ``use_cpu``, which is the machine's if it is not written.
+    """
+    task = TASKS[config.task]
+    values: dict[str, Any] = {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in fields(loaded(task.arguments))
+    }
+    values |= {"data_seed": written.get("seed"), **task.complete(dict(written), config)}
+    rules = {key: rule_at(field, "fixed") for key, field in TrainingSection.model_fields.items()}
+    compared = [key for key, rule in rules.items() if rule != "free" and key != "use_cpu" and key in values]
+    found: dict[str, Any] = json.loads(json.dumps({key: values[key] for key in compared}, default=str))
+    return found
 
 
 def _known(found: Found) -> Known:
@@ -165,6 +194,14 @@ def _threads(found: Found) -> list[str]:
         return []
     what = f"resumed with {now} thread{'s' if now > 1 else ''} in each rank (was {then})"
     return [f"{what}: a CPU may add up matrix products in another order; OMP_NUM_THREADS={then} keeps it"]
+
+
+def _assumed(found: Found) -> list[str]:
+    """A line about a checkpoint that does not say what the keys meant that its config does not set."""
+    if found.manifest.run.arguments is not None:
+        return []
+    what = "is of a release that kept no resolved arguments: for what its config leaves open, the defaults of the"
+    return [f"{found.path} {what} installed Transformers are assumed; checkpoints from here on have them"]
 
 
 class TakenOver(TrainerCallback):

@@ -38,6 +38,7 @@ from deepstow.strategies.core.protocol import Requirement
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.memory.scratch_file import DiskError
+from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.data import report as data_report
 from deepstow.trainer.data import sample
 from deepstow.trainer.distributed import deepspeed_ops
@@ -74,7 +75,6 @@ from deepstow.trainer.run.begin import Begin
 from deepstow.trainer.run.callbacks import SAID, Watched, of_best, perplexity
 from deepstow.trainer.run.order import Run
 from deepstow.trainer.run.quantized import exact_again
-from deepstow.trainer.run.resume_rules import leaves
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.tasks.task import only_language
 
@@ -255,7 +255,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
     run, for errors that come later.
     """
     with agreement(ranks, timeout_s(config)) as together, ExitStack() as held:
-        together.refuse_different(leaves(config.tree()))
+        together.refuse_different({".".join(key): value for key, value in leaves((), config.tree())})
         if ranks.is_first and (line := loading.shortage(config, ranks.local_world_size)):
             write_line(line)
 
