@@ -114,6 +114,15 @@ def refuse_paths(**paths: Path | None) -> None:
             raise ConfigError(f"--{option} {path}: {strerror(ENOENT)}")
 
 
+def refuse_picture(path: Path | None) -> None:
+    """Raise ConfigError for what ``--plot`` cannot draw into, before anything that takes time."""
+    from deepstow.trainer.planning import picture
+
+    refuse_paths(plot=path)
+    if path is not None and (why := picture.cannot(path)):
+        raise ConfigError(f"--plot {path}: {why}")
+
+
 def seldom_collect() -> None:
     """Hardly look for cycles, and not at the end: imports and planning make many small objects that stay."""
     gc.set_threshold(1_000_000)

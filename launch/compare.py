@@ -20,6 +20,7 @@ from deepstow.launch import cli
 from deepstow.strategies.report.table import table
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.errors import ConfigError, write_line
+from deepstow.trainer.planning import picture
 from deepstow.trainer.run import history
 from deepstow.trainer.run.resume_rules import differences
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(folders: Sequence[Path], plot: Path | None) -> None:
+    cli.refuse_picture(plot)
     first, second = runs = [history.read(folder) for folder in folders]
     write_line("\n".join(table(history.SUMMARY, map(history.summary, runs), {*history.SUMMARY[1:]})))
     write_line(f"\n{history.agreement(first, second)}\n")
@@ -46,7 +48,7 @@ def _compare(folders: Sequence[Path], plot: Path | None) -> None:
     write_line("\n".join(table(("setting", *map(str, folders)), changed)) if changed else "no setting differs")
     if plot is not None:
         try:
-            history.draw(runs, plot)
+            picture.save(history.draw(runs), plot)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--plot {plot}: {error}") from None
         write_line(f"\ncurves: {plot}")

@@ -45,7 +45,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
     add("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
     add("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
-    add("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
+    add("--plot", type=Path, metavar="PATH", help="draw the step, or the memory (.png, .svg, .pdf)")
+    add("--trace", type=Path, metavar="PATH", help="write the step as a trace for ui.perfetto.dev (JSON)")
     add("--measure", action="store_true", help="first time a few blocks on this machine")
     add("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     add("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
@@ -127,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli.answered(lambda: show_file(given.check))
 
     def answer() -> None:
-        cli.refuse_paths(json=given.json, plot=given.plot)
+        cli.refuse_paths(json=given.json, trace=given.trace)
+        cli.refuse_picture(given.plot)
         show(given)
 
     return cli.answered(answer)
@@ -186,6 +188,8 @@ def show(arguments: argparse.Namespace) -> None:
         write(arguments.json, full_report.to_json(plan, cost))
     if arguments.plot:
         plot(config, plan, cost, arguments.plot)
+    if arguments.trace:
+        trace(cost, arguments.trace)
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
@@ -258,15 +262,27 @@ def ranks_of(arguments: argparse.Namespace) -> Ranks:
 def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
     """Write the picture of the simulated step; without one, of the memory of a rank."""
     from deepstow.strategies.core.protocol import HasBudget
-    from deepstow.trainer.planning.picture import draw
+    from deepstow.trainer.planning import picture
 
     placing = (each for each in config.strategies.values() if isinstance(each, HasBudget))
     budget = next((each.budget(plan.facts) for each in placing), None)
     name = config.model.name_or_path or str((config.model.config or {})["model_type"])
     try:
-        draw(plan, cost, path, model=name, budget=budget)
+        picture.save(picture.draw(plan, cost, model=name, budget=budget), path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
+
+
+def trace(cost: StepCost | None, path: Path) -> None:
+    """Write the simulated step as a Chrome trace."""
+    from deepstow.trainer.planning import chrome_trace
+
+    if cost is None:
+        raise ConfigError(f"--trace {path}: there is no simulated step: nothing is stowed, or rates are unknown")
+    try:
+        chrome_trace.write({"simulated": (cost.seconds, cost.outcome.events)}, path)
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

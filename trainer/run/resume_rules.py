@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from deepstow.strategies.core.protocol import Losses
 from deepstow.strategies.core.registry import available, find
-from deepstow.trainer.config.arguments import ALLOWABLE
+from deepstow.trainer.config.arguments import ALLOWABLE, REMOVED
 from deepstow.trainer.run import same_rows
 from deepstow.trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
@@ -40,7 +40,7 @@ QAT = "qat"  # two keys of quantize together
 
 _SILENT_TRAINING = """
     output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
-    include_num_input_tokens_seen live profile report_to run_name project trackio_space_id trackio_bucket_id
+    include_num_input_tokens_seen profile report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
     eval_accumulation_steps save_strategy save_steps save_total_limit save_on_each_node load_best_model_at_end
     metric_for_best_model greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint
@@ -371,6 +371,8 @@ def rule_of(key: str) -> str:
     """The rule of a dotted key; keys of ``model.config`` by what they are."""
     if key.startswith("strategies."):
         return MOVES
+    if key in REMOVED:
+        return SILENT
     if key.startswith("model.config."):
         last = key.rpartition(".")[2]
         if key.removeprefix("model.config.") in SHAPES or last in SHAPES:
