@@ -27,7 +27,7 @@ from deepstow.trainer.run.resume_rules import differences
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = cli.explained(argparse.ArgumentParser(), "compare", __doc__)
+    parser = cli.explained(cli.Parser(), "compare", __doc__)
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw both curves into a picture, as in curves.png")
     return parser.parse_args(argv)

@@ -28,7 +28,7 @@ from deepstow.trainer.machine.probe import cores
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = cli.explained(argparse.ArgumentParser(), "train", __doc__)
+    parser = cli.explained(cli.Parser(), "train", __doc__)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="start so many processes on this machine, one per device"

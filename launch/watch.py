@@ -23,7 +23,7 @@ EVERY_S = 1.0
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = cli.explained(argparse.ArgumentParser(), "watch", __doc__)
+    parser = cli.explained(cli.Parser(), "watch", __doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--once", action="store_true", help="show it once")
     return parser.parse_args(argv)
