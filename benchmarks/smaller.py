@@ -26,15 +26,17 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from PIL import Image, ImageDraw
 
 from deepstow.strategies.state.sealed import read
-from deepstow.trainer.planning.picture import COLOURS, FONT, INK, MARGIN, ROW, TITLE, WIDTH
+from deepstow.trainer.planning import picture
 from deepstow.trainer.run.earlier import FURTHER
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, TIMES = 4, 128, 3
@@ -119,27 +121,22 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     """A line for each export: bytes and tokens per second as bars, perplexity after the last step as a dot per seed."""
-    means, left, wide = over_seeds(rows), 330, (WIDTH - 330) // 3
-    image = Image.new("RGB", (WIDTH, TITLE + ROW * len(means)), "white")
-    pen, found = ImageDraw.Draw(image), [each for row in means for each in row["each"]]
-    low, high = min(found), max(found)
-    heads = ("MB of weights", f"perplexity, {low:.1f} to {high:.1f}, a dot per seed", "tokens/s of forward")
-    for panel, head in enumerate(heads):
-        pen.text((left + panel * wide, MARGIN), head, INK, FONT)
-    for number, row in enumerate(means):
-        y = TITLE + ROW * number
-        pen.text((MARGIN, y), f"{row['way']}, {row['export']}", INK, FONT)
-        for panel, key, text in ((0, "bytes", f"{row['bytes'] / 1e6:.1f}"), (2, "tokens/s", f"{row['tokens/s']:,.0f}")):
-            x, share = left + panel * wide, row[key] / max(each[key] for each in means)
-            pen.rectangle((x, y, x + max(1, share * (wide - 90)), y + 20), COLOURS["forward"])
-            pen.text((x + share * (wide - 90) + 6, y), text, INK, FONT)
-        for after in row["each"]:
-            x = left + wide + (after - low) / max(high - low, 1e-9) * (wide - 90)
-            pen.ellipse((x - 5, y + 5, x + 5, y + 15), COLOURS["backward"])
-        pen.text((left + 2 * wide - 64, y), f"{row['after']:.1f}", INK, FONT)
-    image.save(path)
+    means = over_seeds(rows)
+    names, places = [f"{row['way']}, {row['export']}" for row in means], range(len(means))
+    figure = picture.canvas(1.2 + picture.ROW * len(means))
+    size, perplexity, speed = figure.subplots(1, 3, sharey=True)
+    size.barh(places, [row["bytes"] / 1e6 for row in means], color=picture.COLOURS["forward"])
+    speed.barh(places, [row["tokens/s"] for row in means], color=picture.COLOURS["forward"])
+    for place, row in enumerate(means):
+        perplexity.plot(row["each"], [place] * len(row["each"]), "o", color=picture.COLOURS["backward"])
+    size.set_yticks(places, names)
+    size.invert_yaxis()
+    size.set_xlabel("weights (MB)")
+    perplexity.set_xlabel("perplexity, a dot per seed")
+    speed.set_xlabel("forward (tokens/s)")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += measured(way, seed, folder)
         kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (given.out / "table.md").write_text(table(rows))
-        draw(rows, given.out / "smaller.png")
+        picture.save(draw(rows), given.out / "smaller.png")
     print(table(rows))
     return int(failed > 0)
 

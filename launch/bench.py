@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if __name__ == "__main__":  # runs where the package is not installed, too
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,17 +35,9 @@ IN_CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 RECORDS = IN_CHECKOUT if IN_CHECKOUT.is_dir() else Path("records")  # installed: in the folder where one works
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Instead of argparse's own."""
-        raise ConfigError(message)
-
-
-def parser() -> Parser:
+def parser() -> cli.Parser:
     """One subcommand per theme. ``benchmarks/harness/work.py`` parses the values and raises ConfigError itself."""
-    whole = cli.explained(Parser(), "bench", __doc__)
+    whole = cli.explained(cli.Parser(), "bench", __doc__)
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
     for name, (contenders, text) in THEMES.items():
         one = themes.add_parser(name, help=text, allow_abbrev=False)
@@ -72,12 +64,14 @@ def parser() -> Parser:
     return whole
 
 
-def _add(one: Parser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str) -> None:
+def _add(
+    one: argparse.ArgumentParser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str
+) -> None:
     text = f"{text} (default {default or 'of the model'})"
     one.add_argument(option, type=partial(parse, option), default=default, metavar=value, help=text)
 
 
-def _add_choice(one: Parser, option: str, allowed: Iterable[str], default: str) -> None:
+def _add_choice(one: argparse.ArgumentParser, option: str, allowed: Iterable[str], default: str) -> None:
     _add(one, option, partial(work.choice, allowed=allowed), default, "NAME", ", ".join(allowed))
 
 

@@ -26,7 +26,7 @@ LEAST_TEMPERATURE = 0.001  # below it the likeliest token has all of the probabi
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = cli.explained(argparse.ArgumentParser(), "chat", __doc__)
+    parser = cli.explained(cli.Parser(), "chat", __doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_EXPORT", help="folder of a run, of its export, or of any saved model")
     add("--prompt", metavar="TEXT", help="answer this and end, without a terminal")

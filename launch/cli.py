@@ -13,16 +13,17 @@ import argparse
 import atexit
 import gc
 import logging
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from errno import EISDIR, ENAMETOOLONG, ENOENT
 from importlib import import_module
 from importlib.metadata import version
 from os import strerror
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from deepstow.trainer.errors import MEANINGS, ConfigError, ExitCode, UserError, nearest, report
+from deepstow.trainer.errors import MEANINGS, ConfigError, ExitCode, UserError, nearest, printable, report
 
 # peft imports it, and it advises a faster kernel each time, used or not. Every command imports this module first.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -34,6 +35,7 @@ COMMANDS = {
     "plan": "does a run fit, how fast is it, what rests where: before a byte is spent",
     "fit": "which ways of training a model fit into a machine; writes one as a config",
     "search": "the best way to use many ranks",
+    "cost": "what a whole run takes: operations, days, money, energy",
     "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
     "doctor": "is this machine ready, and how fast is it",
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
@@ -50,6 +52,10 @@ EXAMPLES = {
     "plan": ("--config my.yaml --profile rtx4090-pcie4", "--config my.yaml --full"),
     "fit": ("--model my-folder --profile rtx4090-pcie4", "--config my.yaml --gpu-memory 24GiB --write fits.yaml"),
     "search": ("--config my.yaml --ranks 64 --profile h100-sxm-pcie5", "--config my.yaml --ranks 8 --lossy"),
+    "cost": (
+        "--config my.yaml --tokens 15B --profile rtx4090-pcie4",
+        "--config my.yaml --ranks 64 --tokens 1T --price-per-gpu-hour 2.5",
+    ),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
@@ -63,6 +69,14 @@ OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG, ExitCode.DATA)
 DOCS = "pages: deepstow docs; every key of a config: deepstow docs config, or deepstow train --schema"
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2."""
+        self.exit(ExitCode.CONFIG, printable(f"{self.prog}: {message}") + "\n")
+
+
 def explained(parser: P, name: str, doc: str | None) -> P:
     """``parser`` with what each command says of itself: purpose, two examples, exit codes, where the docs are."""
     codes = MEANINGS if name == "train" else OF_OTHERS
@@ -74,12 +88,28 @@ def explained(parser: P, name: str, doc: str | None) -> P:
     return parser
 
 
+def moved(name: str, words: Sequence[str], options: Mapping[str, tuple[str, bool]]) -> str:
+    """The line for an option of an earlier version that is a command now, or one of it; empty if none is given.
+
+    Args:
+        options: the command, and whether it has an option of the same name.
+    """
+    for word in words:
+        option = word.partition("=")[0]
+        if option in options:
+            command, stays = options[option]
+            rest = shlex.join(each for each in words if stays or each != word)
+            return f"deepstow {name} {option} is a command of its own: deepstow {command} {rest}".rstrip()
+    return ""
+
+
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """What the command line says; ends the process if there is an unknown option, and says how keys are written."""
     given, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        how = "a key of the config is written without dashes, as in training.learning_rate=1e-4"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {how}")
+        close = nearest(unknown[0].partition("=")[0], (f"--{name.replace('_', '-')}" for name in vars(given)), 0.7)
+        how = close or "; a key of the config is written without dashes, as in training.learning_rate=1e-4"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{how}")
     return given
 
 
@@ -114,31 +144,43 @@ def refuse_paths(**paths: Path | None) -> None:
             raise ConfigError(f"--{option} {path}: {strerror(ENOENT)}")
 
 
+def refuse_picture(path: Path | None) -> None:
+    """Raise ConfigError for what ``--plot`` cannot draw into, before anything that takes time."""
+    from deepstow.trainer.planning import picture
+
+    refuse_paths(plot=path)
+    if path is not None and (why := picture.cannot(path)):
+        raise ConfigError(f"--plot {path}: {why}")
+
+
 def seldom_collect() -> None:
     """Hardly look for cycles, and not at the end: imports and planning make many small objects that stay."""
     gc.set_threshold(1_000_000)
     atexit.register(gc.freeze)
 
 
+def whole() -> Parser:
+    """The parser of the first word. The module of a command has the parser of the others, and is imported for it."""
+    parser = Parser("deepstow", epilog=f"deepstow COMMAND --help says more\n{DOCS}")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--version", action="version", version=f"deepstow {version('deepstow')}")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
+    for name, purpose in COMMANDS.items():
+        commands.add_parser(name, help=purpose)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names. Returns its exit code."""
     first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if first in COMMANDS:
-        if first in ("plan", "fit", "search"):
-            seldom_collect()
-        code: int = import_module(f"deepstow.launch.{FILES.get(first, first)}").main(rest)
-        return code
-    if first in ("-h", "--help"):
-        print("usage: deepstow COMMAND ...\n\n" + "\n".join(f"  {name:<8}{text}" for name, text in COMMANDS.items()))
-        print(f"\ndeepstow COMMAND --help says more; deepstow --version\n{DOCS}")
-        return ExitCode.FINISHED
-    if first == "--version":
-        print(f"deepstow {version('deepstow')}")
-        return ExitCode.FINISHED
-    print(
-        f"deepstow {first}: no such command; there are {', '.join(COMMANDS)}{nearest(first, COMMANDS)}", file=sys.stderr
-    )
-    return ExitCode.CONFIG
+    parser = whole()
+    if not first.startswith("-") and first not in COMMANDS:
+        parser.error(f"{first}: no such command; there are {', '.join(COMMANDS)}{nearest(first, COMMANDS)}")
+    command = parser.parse_args([first]).command
+    if command in ("plan", "fit", "search", "cost"):
+        seldom_collect()
+    code: int = import_module(f"deepstow.launch.{FILES.get(command, command)}").main(rest)
+    return code
 
 
 if __name__ == "__main__":

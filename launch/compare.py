@@ -20,12 +20,13 @@ from deepstow.launch import cli
 from deepstow.strategies.report.table import table
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.errors import ConfigError, write_line
+from deepstow.trainer.planning import picture
 from deepstow.trainer.run import history
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = cli.explained(argparse.ArgumentParser(), "compare", __doc__)
+    parser = cli.explained(cli.Parser(), "compare", __doc__)
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw both curves into a picture, as in curves.png")
     return parser.parse_args(argv)
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(folders: Sequence[Path], plot: Path | None) -> None:
+    cli.refuse_picture(plot)
     first, second = runs = [history.read(folder) for folder in folders]
     write_line("\n".join(table(history.SUMMARY, map(history.summary, runs), {*history.SUMMARY[1:]})))
     write_line(f"\n{history.agreement(first, second)}\n")
@@ -45,7 +47,7 @@ def _compare(folders: Sequence[Path], plot: Path | None) -> None:
     write_line("\n".join(table(("setting", *map(str, folders)), changed)) if changed else "no setting differs")
     if plot is not None:
         try:
-            history.draw(runs, plot)
+            picture.save(history.draw(runs), plot)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--plot {plot}: {error}") from None
         write_line(f"\ncurves: {plot}")

@@ -26,7 +26,7 @@ OTHERS = "More"
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = cli.explained(argparse.ArgumentParser(), "docs", __doc__)
+    parser = cli.explained(cli.Parser(), "docs", __doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the page, as the list has it")
     return parser.parse_args(argv)
 

@@ -7,7 +7,6 @@ beforehand. ``--rates`` measures the rates from which plans compute the time of 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import json
@@ -301,7 +300,7 @@ def summary(rows: list[Row]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    parser = cli.explained(argparse.ArgumentParser(), "doctor", __doc__)
+    parser = cli.explained(cli.Parser(), "doctor", __doc__)
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's missing extensions now")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
     parser.add_argument("--rates", action="store_true", help="measure how fast this machine is, in under a minute")

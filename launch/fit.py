@@ -6,7 +6,6 @@ Needs no accelerator, no weights and no data. ``--write FILE`` writes a row of t
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from deepstow.trainer.errors import ConfigError, write_line
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = cli.explained(argparse.ArgumentParser(), "fit", __doc__)
+    parser = cli.explained(cli.Parser(), "fit", __doc__)
     add = parser.add_argument
     add("--config", metavar="FILE", help="the run's YAML file")
     add("--model", metavar="NAME_OR_FOLDER", help="instead of a config file; or give model.config.model_type=...")
@@ -93,5 +92,5 @@ def write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
+    cli.seldom_collect()
     sys.exit(main())

@@ -26,7 +26,7 @@ ROWS = "my.jsonl"  # of nobody's, until somebody puts rows there
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = cli.explained(argparse.ArgumentParser(), "init", __doc__)
+    parser = cli.explained(cli.Parser(), "init", __doc__)
     add = parser.add_argument
     add("task", nargs="?", default="sft", metavar="TASK", help=f"one of {', '.join(NAMES)} (default sft)")
     add("--model", required=True, metavar="NAME_OR_FOLDER", help="a saved model, or a name on the Hugging Face hub")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +21,14 @@ from deepstow.trainer.errors import ConfigError, ExitCode, warning, write_line
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
     from deepstow.strategies.planner.step_cost import StepCost
-    from deepstow.strategies.report.run_budget import Asked
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.distributed.ranks import Ranks
     from deepstow.trainer.machine.probe import Machine
 
 MOST_RANKS = 1_000_000
-MOVED = ("fit", "search")  # options of this command that are commands now
+# Options that this command had: the command that has them, and whether by the same name.
+OF_COST = dict.fromkeys(("--tokens", "--price-per-gpu-hour", "--power-watts", "--mfu"), ("cost", True))
+MOVED = {"--fit": ("fit", False), "--search": ("search", False), **OF_COST}
 
 
 def say(line: str) -> None:
@@ -38,18 +38,18 @@ def say(line: str) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = cli.explained(argparse.ArgumentParser(), "plan", __doc__)
+    parser = cli.explained(cli.Parser(), "plan", __doc__)
     add_common(parser)
     add = parser.add_argument
     add("--full", action="store_true", help="every tensor, bucket and stage, who decided it and why")
     add("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
     add("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
     add("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
-    add("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
+    add("--plot", type=Path, metavar="PATH", help="draw the step, or the memory (.png, .svg, .pdf)")
+    add("--trace", type=Path, metavar="PATH", help="write the step as a trace for ui.perfetto.dev (JSON)")
     add("--measure", action="store_true", help="first time a few blocks on this machine")
     add("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     add("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
-    add_budget(parser)
     given = cli.parsed(parser, argv)
     if wrong := _wrong(given) or wrong_ranks(given):
         parser.error(wrong)
@@ -74,14 +74,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
 
 
-def add_budget(parser: argparse.ArgumentParser) -> None:
-    """Options about a whole run."""
-    add = parser.add_argument
-    add("--tokens", metavar="N", help="what a run takes that is so long, as in 15B")
-    add("--network", type=float, metavar="GBITS", help="of a rank to other machines, per second")
-    add("--price-per-gpu-hour", metavar="X", help="with --tokens: its cost, in any currency")
-    add("--power-watts", metavar="X", help="with --tokens: of a GPU and its share of the rest")
-    add("--mfu", metavar="X", help="with --tokens: the share of the peak beside the simulated step (0.4)")
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """How fast ranks of several machines are connected."""
+    parser.add_argument("--network", type=_gigabits, metavar="GBITS", help="of a rank to other machines, per second")
 
 
 def _wrong(given: argparse.Namespace) -> str:
@@ -90,21 +85,27 @@ def _wrong(given: argparse.Namespace) -> str:
         return "--measure times this machine; leave --profile out"
     if not (given.config or given.schema or given.check):
         return cli.needs_config(given.overrides)
-    if given.network is not None and not given.tokens:
-        return f"--network {given.network:g}: is for --tokens, and for deepstow search"
     return ""
 
 
 def wrong_ranks(given: argparse.Namespace) -> str:
-    """What is wrong with the numbers of ranks, or of their network; empty if nothing is."""
-    if given.network is not None and not 0 < given.network < float("inf"):
-        return f"--network {given.network:g}: must be more than 0"
+    """What is wrong with the numbers of ranks; empty if nothing is."""
     if not 1 <= given.world_size <= MOST_RANKS:
         return f"--ranks {given.world_size}: must be from 1 to {MOST_RANKS}"
     local = given.ranks_per_machine
     if local is not None and not 1 <= local <= given.world_size:
         return f"--ranks-per-machine {local}: must be from 1 to the number of ranks, {given.world_size}"
     return ""
+
+
+def _gigabits(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number more than 0")
+    return found
 
 
 def _size(text: str) -> int:
@@ -117,17 +118,16 @@ def _size(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    for name in MOVED:
-        if f"--{name}" in words:
-            rest = shlex.join(word for word in words if word != f"--{name}")
-            write_line(f"deepstow plan --{name} is a command of its own: deepstow {name} {rest}".rstrip(), sys.stderr)
-            return ExitCode.CONFIG
+    if line := cli.moved("plan", words, MOVED):
+        write_line(line, sys.stderr)
+        return ExitCode.CONFIG
     given = parse(words)
     if given.schema or given.check:
         return cli.answered(lambda: show_file(given.check))
 
     def answer() -> None:
-        cli.refuse_paths(json=given.json, plot=given.plot)
+        cli.refuse_paths(json=given.json, trace=given.trace)
+        cli.refuse_picture(given.plot)
         show(given)
 
     return cli.answered(answer)
@@ -135,7 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print the plan and what else was asked for; raise ConfigError if it does not fit."""
-    asked = asked_of(arguments)
     config = config_of(arguments)
     machine, ranks = machine_of(arguments), ranks_of(arguments)
     from deepstow.strategies.parallel import deepspeed
@@ -171,10 +170,6 @@ def show(arguments: argparse.Namespace) -> None:
         lacks = found.lacks
     for line in beyond(config, plan.facts.run.positions):
         say(line)
-    if asked is not None:
-        from deepstow.trainer.planning.hybrid import budget
-
-        write_line("\n".join(["", *budget(config, ranks, machine, arguments.network, plans, asked)]))
     if arguments.explain:
         of_units = {unit.name: each for each in plans for unit in each.facts.units}
         if arguments.explain not in of_units:
@@ -186,21 +181,13 @@ def show(arguments: argparse.Namespace) -> None:
         write(arguments.json, full_report.to_json(plan, cost))
     if arguments.plot:
         plot(config, plan, cost, arguments.plot)
+    if arguments.trace:
+        trace(cost, arguments.trace)
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
     if lacks:
         say(warning(lacks))
-
-
-def asked_of(arguments: argparse.Namespace) -> Asked | None:
-    """What is asked of a whole run."""
-    from deepstow.strategies.report.run_budget import read
-
-    try:
-        return read({name: getattr(arguments, name) for name in ("tokens", "price_per_gpu_hour", "power_watts", "mfu")})
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -258,15 +245,27 @@ def ranks_of(arguments: argparse.Namespace) -> Ranks:
 def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
     """Write the picture of the simulated step; without one, of the memory of a rank."""
     from deepstow.strategies.core.protocol import HasBudget
-    from deepstow.trainer.planning.picture import draw
+    from deepstow.trainer.planning import picture
 
     placing = (each for each in config.strategies.values() if isinstance(each, HasBudget))
     budget = next((each.budget(plan.facts) for each in placing), None)
     name = config.model.name_or_path or str((config.model.config or {})["model_type"])
     try:
-        draw(plan, cost, path, model=name, budget=budget)
+        picture.save(picture.draw(plan, cost, model=name, budget=budget), path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
+
+
+def trace(cost: StepCost | None, path: Path) -> None:
+    """Write the simulated step as a Chrome trace."""
+    from deepstow.trainer.planning import chrome_trace
+
+    if cost is None:
+        raise ConfigError(f"--trace {path}: there is no simulated step: nothing is stowed, or rates are unknown")
+    try:
+        chrome_trace.write({"simulated": (cost.seconds, cost.outcome.events)}, path)
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -6,22 +6,21 @@ Needs no accelerator, no weights and no data. The last lines are what to write i
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from deepstow.launch import cli, plan
-from deepstow.trainer.errors import write_line
+from deepstow.trainer.errors import ExitCode, write_line
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = cli.explained(argparse.ArgumentParser(), "search", __doc__)
+    parser = cli.explained(cli.Parser(), "search", __doc__)
     plan.add_common(parser)
     parser.add_argument("--lossy", action="store_true", help="compressed exchanges between machines, too")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the answer as JSON too")
-    plan.add_budget(parser)
+    plan.add_network(parser)
     given = cli.parsed(parser, argv)
     if wrong := plan.wrong_ranks(given) if given.config else cli.needs_config(given.overrides):
         parser.error(wrong)
@@ -30,7 +29,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    given = parse(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if line := cli.moved("search", words, plan.OF_COST):
+        write_line(line, sys.stderr)
+        return ExitCode.CONFIG
+    given = parse(words)
 
     def answer() -> None:
         cli.refuse_paths(json=given.json)
@@ -41,19 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print the best ways to use all ranks."""
-    asked = plan.asked_of(arguments)
     config = plan.config_of(arguments)
     machine = plan.machine_of(arguments)
     ranks = plan.ranks_of(arguments)
     from deepstow.trainer.planning.hybrid import search
 
-    lossy = arguments.lossy
-    lines, content = search(config, ranks, machine, arguments.network, plan.say, asked, lossy=lossy)
+    lines, content = search(config, ranks, machine, arguments.network, plan.say, lossy=arguments.lossy)
     write_line("\n".join(lines))
     if arguments.json:
         plan.write(arguments.json, content)
 
 
 if __name__ == "__main__":
-    gc.set_threshold(1_000_000)  # as plan.py does, and for its reason
+    cli.seldom_collect()
     sys.exit(main())

@@ -28,14 +28,14 @@ from deepstow.trainer.machine.probe import cores
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = cli.explained(argparse.ArgumentParser(), "train", __doc__)
+    parser = cli.explained(cli.Parser(), "train", __doc__)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="start so many processes on this machine, one per device"
     )
     parser.add_argument("--show-sample", action="store_true", help="print one tokenised row of the data and stop")
     parser.add_argument("--data-report", action="store_true", help="print how long rows are, what is dropped, and stop")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="with --data-report: write a picture of it (PNG)")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="with --data-report: draw it (.png, .svg, .pdf)")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files and stop")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the launcher
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
@@ -108,6 +108,7 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
     try:
         say = write_line if ranks.is_first else write_nothing
         config = load(arguments.config, arguments.overrides, say)
+        cli.refuse_picture(arguments.plot)
         if not shows:
             stop.ended.folder = Path(config.training.output_dir)
         settle_environment(ranks, cores()[1])

@@ -29,7 +29,7 @@ NOTHING = "so nothing is shown about strategies.offload"
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = cli.explained(argparse.ArgumentParser(), "verify", __doc__)
+    parser = cli.explained(cli.Parser(), "verify", __doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config", metavar="FILE", help="the run's YAML file")
     which.add_argument("--checkpoint", metavar="FOLDER", type=Path, help="compare its files with its manifest")

@@ -6,25 +6,24 @@ From any terminal that sees the folder. It ends with the run; Ctrl-C ends the wa
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-if __name__ == "__main__":  # runs where the package is not installed, too
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from rich.console import Console
+from rich.live import Live
 
 from deepstow.launch import cli
 from deepstow.trainer.run import history, screen
 
 EVERY_S = 1.0
-CLEAR = "\x1b[H\x1b[J"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = cli.explained(argparse.ArgumentParser(), "watch", __doc__)
+    parser = cli.explained(cli.Parser(), "watch", __doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--once", action="store_true", help="show it once")
     return parser.parse_args(argv)
@@ -32,21 +31,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the run until it ends; returns the exit code."""
-    given = parse(argv)
-    return cli.answered(lambda: _watch(given.run, once=given.once or not sys.stdout.isatty()))
+    given, console = parse(argv), Console()
+    return cli.answered(lambda: _watch(given.run, console, once=given.once or not console.is_terminal))
 
 
-def _watch(folder: Path, *, once: bool) -> None:
-    try:
+def _watch(folder: Path, console: Console, *, once: bool) -> None:
+    run = history.read(folder)
+    if once:
+        console.print(screen.shown(run, console.width), soft_wrap=True)
+        return
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            run = history.read(folder)
-            columns = shutil.get_terminal_size((screen.WIDTH, 24)).columns
-            print("" if once else CLEAR, *screen.lines(run, columns), sep="\n", flush=True)
-            if once or run.last("train_loss") is not None:
+            live.update(screen.shown(run, console.width), refresh=True)
+            if run.last("train_loss") is not None:
                 return
             time.sleep(EVERY_S)
-    except KeyboardInterrupt:
-        return
+            run = history.read(folder)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from PIL import Image, ImageDraw
+from typing import TYPE_CHECKING, Any
 
 from deepstow.benchmarks.harness import processes
 from deepstow.benchmarks.harness.processes import REPO, Run
@@ -25,7 +23,10 @@ from deepstow.strategies.core.sizes import human, human_number
 from deepstow.strategies.report.table import table as aligned
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.machine.profiles import COMMAND
-from deepstow.trainer.planning.picture import COLOURS, FONT, INK, MARGIN, RED, ROW
+from deepstow.trainer.planning import picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 UNKNOWN = "n/a"
 QUIET = 0.05  # the table says so if other processes used more of the cores than this while a run was measured
@@ -58,7 +59,11 @@ def answer(
     except KeyboardInterrupt:
         say("interrupted; the record has what had ended")
         code = ExitCode.INTERRUPTED
-    draw(runs, folder / "table.png")
+    shown = folder / "table.png"
+    if why := picture.cannot(shown):
+        say(f"{shown}: {why}")
+    elif runs:
+        picture.save(draw(runs), shown)
     say(f"\n{text}\nrecord: {folder}")
     return code
 
@@ -107,27 +112,24 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join([*text, "", *remarks] if remarks else text)
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[Run]) -> Figure:
     """Tokens per second of plain of each contender, as a bar to the median and a line from least to most."""
     plain = {run["round"]: run["tokens_per_s"] for run in runs if run["label"] == PLAIN and "failed" not in run}
     found: dict[str, list[float]] = {}
     for run in runs:
         if "failed" not in run and run["round"] in plain:
             found.setdefault(run["label"], []).append(run["tokens_per_s"] / plain[run["round"]])
-    if not found:
-        return
-    image = Image.new("RGB", (1000, ROW * (len(found) + 1)), "white")
-    pen, unit = ImageDraw.Draw(image), 700 / max(map(max, found.values()))
-    pen.text((MARGIN, MARGIN), "tokens per second, relative to plain in the same round", fill=INK, font=FONT)
-    for number, (label, ratios) in enumerate(found.items(), 1):
-        top, middle = ROW * number, statistics.median(ratios)
-        pen.text((MARGIN, top + 8), f"{label}  {middle:.2f}", fill=INK, font=FONT)
-        pen.rectangle((250, top, 250 + unit * middle, top + ROW // 2), fill=COLOURS["forward"])
-        pen.line(
-            (250 + unit * min(ratios), top + ROW // 4, 250 + unit * max(ratios), top + ROW // 4), fill=INK, width=3
-        )
-    pen.line((250 + unit, ROW, 250 + unit, image.height), fill=RED)
-    image.save(path)
+    figure = picture.canvas(1.2 + picture.ROW * len(found), 10.0)
+    axes = figure.subplots()
+    for label, ratios in found.items():
+        middle = statistics.median(ratios)
+        spread = [[middle - min(ratios)], [max(ratios) - middle]]
+        bar = axes.barh([label], middle, xerr=spread, color=picture.COLOURS["forward"])
+        axes.bar_label(bar, [f"{middle:.2f}"], label_type="center", color="white")
+    axes.axvline(1.0, color=picture.RED)
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second, relative to plain in the same round (median, least and most)")
+    return figure
 
 
 def _cells(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> tuple[str, ...]:

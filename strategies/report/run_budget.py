@@ -30,8 +30,8 @@ class Asked:
     mfu: float = 0.4  # 0.38 to 0.43 in the pre-training of Llama 3 405B (arXiv 2407.21783, table 4)
 
 
-def read(given: Mapping[str, str | None]) -> Asked | None:
-    """From the texts of flags; None if there are none.
+def read(given: Mapping[str, str | None]) -> Asked:
+    """From the texts of flags, None if they are not given. ``tokens`` is.
 
     Raises:
         ValueError: one of them cannot be meant.
@@ -44,9 +44,7 @@ def read(given: Mapping[str, str | None]) -> Asked | None:
             if not 0 < values[name] < (1.0 + 1e-9 if name == "mfu" else float("inf")):
                 most = " and at most 1" if name == "mfu" else ""
                 raise ValueError(f"{_flag(name)} {text}: must be a number above 0{most}, as in 15B, 2.5 or 0.4")
-    if values and "tokens" not in values:
-        raise ValueError(f"{_flag(next(iter(values)))} is about a run; say how long it is, as in --tokens 15B")
-    return Asked(**values) if values else None
+    return Asked(**values)
 
 
 def active_params(facts: Facts) -> float:

@@ -161,19 +161,18 @@ class Server:
         folder: Path,
         *,
         to_the_end: bool = False,
-        terminal: str = "",
         script: str = TRAIN,
         **variables: str,
     ) -> Job:
-        """``script`` on ranks of the server; ``terminal``: the device that they have as a terminal."""
+        """``script`` on ranks of the server."""
         out, err = _outputs(folder)
         own, port = out.parent, str(unused_port())
-        rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port, "TERM": "xterm"}
+        rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
         ranks = [
             rank | variables | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"}
             for i in range(num_ranks)
         ]
-        job = {"environments": ranks, "arguments": list(arguments), "script": script, "terminal": terminal}
+        job = {"environments": ranks, "arguments": list(arguments), "script": script}
         (own / "job").write_text(json.dumps(job | {"to_the_end": to_the_end}))
         os.write(self._pipe, f"{own}\n".encode())
         deadline_s = time.monotonic() + 120.0

@@ -58,8 +58,8 @@ def lead(folder: Path, job: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where they run in the background
     for number, name in (
         (0, os.devnull),
-        (1, job["terminal"] or folder / "out"),
-        (2, job["terminal"] or folder / "err"),
+        (1, folder / "out"),
+        (2, folder / "err"),
     ):
         file = os.open(name, os.O_RDONLY if number == 0 else os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         os.dup2(file, number)

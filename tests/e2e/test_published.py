@@ -29,7 +29,7 @@ ELSEWHERE = {
     "verify": "test_verify.py",
     "watch": "tests/unit/test_history.py",
 }
-PLANS = {"plan", "fit", "search"}
+PLANS = {"plan", "fit", "search", "cost"}
 MAKE = {
     "train",
     "test",
@@ -177,7 +177,7 @@ def test_every_command_that_is_written_is_one_and_takes_its_arguments() -> None:
     for name, words in found:
         module = importlib.import_module(f"deepstow.launch.{cli.FILES.get(name, name)}")
         if words and hasattr(module, "parse"):
-            lacks = name in ("train", "plan", "search") and not {"--config", "--schema", "--check"} & {*words}
+            lacks = name in ("train", "plan", "search", "cost") and not {"--config", "--schema", "--check"} & {*words}
             config = ["--config", "my.yaml"] if lacks else []
             module.parse([*(str(REPO) if word == "FOLDER" else word for word in words), *config])
         elif name == "doctor":

@@ -266,12 +266,6 @@ def test_which_row_is_written() -> None:
         chosen(rows[:1], config, None)
 
 
-def test_the_old_spelling_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_command.main(["--fit", "--config", "my config.yaml", "--gpu-memory", "24GiB"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(": deepstow fit --config 'my config.yaml' --gpu-memory 24GiB")
-
-
 def test_more_ranks_are_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By numbers; the column is there only then."""
     monkeypatch.setattr(fit, "_saving", lambda: ["zero"])

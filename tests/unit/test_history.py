@@ -1,5 +1,6 @@
 """Runs read back from their folders: one on a screen, two beside each other."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
+from rich.console import Console
+from rich.text import Text
 
 from deepstow.launch import compare, watch
 from deepstow.trainer.run import history
@@ -36,20 +38,38 @@ def test_a_run_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     link = {"owner": "link up, step 2", "predicted": 2**20, "measured": 2**20 - 2**18}
     (folder / "plan.json").write_text(json.dumps({"measured": [link]}))
     assert watch.main([str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "",
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         f"{folder}  step 40 of 1,000 (4%)  1m05s left",
-        "  loss       █▃ ▁  8.000 -> 2.000",
-        "  eval loss  ▁  2.500 -> 2.500",
-        "  tokens/s   ▁▃▅█  400.0",
-        "  host       1.0 GiB at its peak",
+        "  loss      █▃ ▁ 8.000 -> 2.000",
+        "  eval loss ▁    2.500 -> 2.500",
+        "  tokens/s  ▁▃▅█ 400.0",
+        "  host           1.0 GiB at its peak",
         "  link up, step 2: 768.0 KiB per step, 1.0 MiB foretold",
-    ]
+    ], "whole, however narrow a pipe is taken to be"
     assert watch.main([str(run(tmp_path / "over", [8.0], over=True))]) == 0
     assert "step 30  training is over" in capsys.readouterr().out, "and nobody knows of an export"
     (tmp_path / "over" / "exit.json").write_text(json.dumps({"code": 0}))
     assert watch.main([str(tmp_path / "over")]) == 0
     assert "step 30  finished" in capsys.readouterr().out
+
+
+def test_it_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal: each second anew, with what was written meanwhile; what others named is no markup."""
+    folder, seen = run(tmp_path / "a [red]name", [8.0, 4.0]), io.StringIO()
+    written = iter([{"step": 40, "loss": 2.0}, {"step": 50, "train_loss": 3.0}])
+
+    def meanwhile(seconds: float) -> None:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f"\n{json.dumps(next(written))}\n")
+
+    monkeypatch.setattr(watch.time, "sleep", meanwhile)
+    monkeypatch.setattr(watch, "Console", lambda: Console(file=seen, force_terminal=True, width=150))
+    assert watch.main([str(folder)]) == 0
+    shown = Text.from_ansi(seen.getvalue()).plain
+    states = [line.split("step ")[1].strip() for line in shown.splitlines() if "a [red]name  step" in line]
+    assert list(dict.fromkeys(states)) == ["30  1m05s left", "40  1m05s left", "50  training is over"]
+    assert "8.000 -> 4.000" in shown and "8.000 -> 2.000" in shown
+    assert watch.main([str(folder), "--once"]) == 0
 
 
 def test_the_total_of_steps() -> None:
@@ -80,9 +100,16 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].split()[1:] == ["30", "2.0000", "2.5000", "200", "-", "-", "1.0", "GiB"]
     assert "losses differ from step 30 on: 2.0 and 2.0000001" in lines
     assert [line.split() for line in lines if "training." in line] == [["training.learning_rate", "0.1", "0.2"]]
-    with Image.open(tmp_path / "curves.png") as image:
-        colours = {colour for _, colour in image.getcolors(100_000)}
-    assert colours >= set(history.COLOURS)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = history.draw([history.read(one), history.read(two)]).axes
+    curves = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in axes.lines}
+    assert curves == {
+        f"{one}: loss": (10, 20, 30, 8.0, 4.0, 2.0),
+        f"{one}: eval loss": (30, 2.5),
+        f"{two}: loss": (10, 20, 30, 8.0, 4.0, 2.0000001),
+        f"{two}: eval loss": (30, 2.5),
+    }
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "loss (nats per token)")
     other = yaml.safe_load((one / "config.yaml").read_text()) | {"export": {"format": "onnx"}}
     other["strategies"] = {"recompute": {"policy": "full", "every": 2}, "linear": {}}
     (two / "config.yaml").write_text(yaml.safe_dump(other))
@@ -120,9 +147,9 @@ def test_comparing_loads_no_transformers(tmp_path: Path) -> None:
     folders = [
         str(run(tmp_path / name, [8.0, 4.0], **more)) for name, more in (("one", {}), ("two", {"adam_beta1": 0.9}))
     ]
-    heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy"}
+    heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "matplotlib"}
     code = (
-        f"import sys; from deepstow.launch.compare import main; code = main({folders!r} + ['--plot', 'curves.png']); "
+        f"import sys; from deepstow.launch.compare import main; code = main({folders!r}); "
         f"print('LOADED', sorted({heavy!r} & sys.modules.keys())); sys.exit(code)"
     )
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}

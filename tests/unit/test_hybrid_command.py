@@ -1,6 +1,7 @@
 """``deepstow search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
 
 import re
+import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deepstow.launch import cli, cost
 from deepstow.launch import plan as plan_command
 from deepstow.launch.search import main, parse
 from deepstow.strategies.core.facts import Facts
@@ -293,12 +295,14 @@ def test_what_is_not_known_is_asked_for(
     ("command", "arguments", "said"),
     [
         (parse, "", "--config FILE is required"),
-        (parse, "--config x --network -1", "--network -1: must be more than 0"),
+        (parse, "--config x --network -1", "'-1' must be a number more than 0"),
         (parse, "--config x --world-size 1000001", "--ranks 1000001: must be from 1 to 1000000"),
         (parse, "--config x --ranks 8 --ranks-per-machine 0", "must be from 1 to the number of ranks, 8"),
         (parse, "--config x --ranks 8 --ranks-per-machine 9", "must be from 1 to the number of ranks, 8"),
         (parse, "--config x --plot x", "unrecognized arguments: --plot"),
-        (plan_command.parse, "--config x --network 100", "--network 100: is for --tokens, and for deepstow search"),
+        (plan_command.parse, "--config x --network 100", "unrecognized arguments: --network"),
+        (plan_command.parse, "--config x --profle a", "unrecognized arguments: --profle; did you mean '--profile'?"),
+        (cost.parse, "--config x", "the following arguments are required: --tokens"),
         (plan_command.parse, "--config x --lossy", "unrecognized arguments: --lossy"),
     ],
 )
@@ -307,10 +311,20 @@ def test_flags_that_do_not_go_together(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         command(arguments.split())
-    assert said in capsys.readouterr().err
-
-
-def test_the_old_spelling_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_command.main(["--search", "--config", "my.yaml", "--world-size", "8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(": deepstow search --config my.yaml --world-size 8")
+    assert line.startswith("deepstow ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("plan --search --config my.yaml --ranks 8", "search --config my.yaml --ranks 8"),
+        ("plan --fit --config 'my config.yaml'", "fit --config 'my config.yaml'"),
+        ("plan --config my.yaml --tokens=15B --mfu 0.3", "cost --config my.yaml --tokens=15B --mfu 0.3"),
+        ("search --price-per-gpu-hour 2 --tokens 1T", "cost --price-per-gpu-hour 2 --tokens 1T"),
+    ],
+)
+def test_the_old_spelling_names_the_command(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(shlex.split(old)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f" is a command of its own: deepstow {new}")

@@ -46,6 +46,8 @@ def test_copies_and_waits_have_names_and_the_bits_are_the_same(tmp_path: Path) -
     } <= names  # fmt: skip
     assert not {"step 1", "step 4", "up: memory", "down: memory"} & names
     assert (tmp_path / "ours" / "profile" / "step.png").is_file()
+    steps = json.loads((tmp_path / "ours" / "profile" / "step.json").read_text())["traceEvents"]
+    assert {"update model.layers.0", "weight copy model.layers.0", "saved tensors"} <= {one["name"] for one in steps}
     engine = ours.stowed.engine
     assert "backward" not in vars(ours.accelerator) and "copy" not in vars(engine.transfer)
     assert "_on_host" not in vars(engine.updates)

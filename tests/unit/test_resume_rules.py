@@ -35,6 +35,9 @@ def test_silent() -> None:
     }
     unset = {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42}  # what that means
     assert changed(elsewhere | unset) == changed(elsewhere, unset) == ({}, [], [])
+    now = run_config().tree()
+    earlier = {**now, "training": now["training"] | {"live": True}}
+    assert compare(earlier, now, (1, 1), "c") == ({}, [], []), "a key that is gone, in a checkpoint of before"
 
 
 @pytest.mark.parametrize(

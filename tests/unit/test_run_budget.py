@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deepstow.launch import search
-from deepstow.launch.plan import main
+from deepstow.launch import cost, plan, search
 from deepstow.strategies.report import run_budget
 from deepstow.strategies.report.run_budget import Asked
 from deepstow.trainer.machine.profiles import profile
@@ -58,27 +57,31 @@ def test_a_plan_and_a_search_say_what_a_run_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hybrid, "MICRO_BATCHES", (1,))
-    asked = ["--tokens", "15M", "--price-per-gpu-hour", "2.5", "--profile", "h100-sxm-pcie5"]
-    assert main([*write(tmp_path, offload={"site": "host"}), *asked]) == 0
-    said = capsys.readouterr().out
-    simulated = float(said.split("\ntime per step ")[1].split()[0])
-    ((ranks, _, seconds, *_), *_) = rows_of(said)
+    machine = ["--profile", "h100-sxm-pcie5"]
+    asked = [*machine, "--tokens", "15M", "--price-per-gpu-hour", "2.5"]
+    alone = write(tmp_path, offload={"site": "host"})
+    assert plan.main([*alone, *machine]) == 0
+    simulated = float(capsys.readouterr().out.split("\ntime per step ")[1].split()[0])
+    assert cost.main([*alone, *asked]) == 0
+    ((ranks, _, seconds, *_), *_) = rows_of(capsys.readouterr().out)
     assert ranks == "1" and float(seconds) == pytest.approx(simulated, rel=1e-2)
 
-    assert main([*write(tmp_path, zero={"stage": 3}), *asked, "--world-size", "16"]) == 0
+    assert cost.main([*write(tmp_path, zero={"stage": 3}), *asked, "--ranks", "16"]) == 0
     own = rows_of(capsys.readouterr().out)
     assert [row[0] for row in own] == ["16", "32", "64", "128"]
     assert [float(row[2]) for row in own] == sorted(float(row[2]) for row in own), "a ring has more hops"
 
     found = tmp_path / "search.json"
-    assert search.main([*write(tmp_path), *asked, "--world-size", "16", "--json", str(found)]) == 0
+    assert search.main([*write(tmp_path), *machine, "--ranks", "16", "--json", str(found)]) == 0
     said = capsys.readouterr().out
-    first, *_ = plans = json.loads(found.read_text())["plans"]
-    assert float(rows_of(said)[0][2]) == pytest.approx(first["seconds"], rel=1e-3)
+    content = json.loads(found.read_text())
+    first, *_ = plans = content["plans"]
     table = said.split("----\n")[1].split("\n\n")[0].splitlines()
     assert [row.split()[12] for row in table] == [plan["rates"] for plan in plans]
     assert [" * " in row for row in table] == [not plan["place_is_settled"] for plan in plans]
     assert {"assumed", "profile"} >= {plan["rates"] for plan in plans} and len(first["seconds_between"]) == 2
+    assert cost.main([*write(tmp_path), *asked, "--ranks", "16", *content["write"]]) == 0
+    assert float(rows_of(capsys.readouterr().out)[0][2]) == pytest.approx(first["seconds"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +89,13 @@ def test_a_plan_and_a_search_say_what_a_run_takes(
     [
         (["--tokens", "15X"], "--tokens 15X: must be a number above 0, as in 15B"),
         (["--tokens", "1B", "--mfu", "1.2"], "--mfu 1.2: must be a number above 0 and at most 1"),
-        (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour is about a run; say how long it is, as in --tokens 15B"),
+        (["--tokens", "1B", "--price-per-gpu-hour", "0"], "--price-per-gpu-hour 0: must be a number above 0, as in"),
         (["--tokens", "1B", "--profile", "cpu"], "neither the rates nor the peak of cpu are known; give --profile"),
         (["--tokens", "0", "--ranks", "8"], "--tokens 0: must be"),
         (["--tokens", "1B", "--world-size", "16", "--profile", "rtx4090-pcie4"], "give --network 200"),
     ],
 )
 def test_errors_are_one_line(given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*write(tmp_path, zero={"stage": 1}), *given]) == 2
+    assert cost.main([*write(tmp_path, zero={"stage": 1}), *given]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1

@@ -118,8 +118,11 @@ REPEATS = frozenset(["full_determinism"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
     {"allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"}
-    | {"compute_metrics", "preprocess_logits_for_metrics", "live", "callbacks"}
+    | {"compute_metrics", "preprocess_logits_for_metrics", "callbacks"}
 )
+
+# Keys that earlier versions had, and what to do now.
+REMOVED: Mapping[str, str] = {"training.live": "deepstow watch FOLDER, in any terminal, shows the run; leave it out"}
 
 
 class ProfileSection(Section):
@@ -191,7 +194,6 @@ class TrainingSection(Section):
     log_level_replica: LogLevel | None = free("Level of messages on the other processes.")
     include_num_input_tokens_seen: Counting | None = free("Count the tokens seen.")
     report_to: Reporters = free("Where metrics go besides metrics.jsonl.", ["tensorboard"])
-    live: bool = free("The run on one screen, in the lowest rows of its own terminal.", False)
     profile: ProfileSection | None = free("Trace of some steps, in the run's folder profile; slower meanwhile.")
     run_name: NonEmpty | None = free("Name of the run at the trackers.")
     project: NonEmpty | None = free("Project at wandb and Trackio, experiment at MLflow.")

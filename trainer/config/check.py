@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from deepstow.strategies.core.protocol import Strategy
 from deepstow.strategies.core.registry import available, find
-from deepstow.trainer.config.arguments import Allowed
+from deepstow.trainer.config.arguments import REMOVED, Allowed
 from deepstow.trainer.config.conflicts import conflicts
 from deepstow.trainer.config.sections import NOT_BUILT, OPTIONAL, SECTIONS, RunConfig, flat
 from deepstow.trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
@@ -75,6 +75,8 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
         key, field = (*at, name), model.model_fields.get(name)
         if removed := issubclass(model, Strategy) and model.removed_of(name, value):
             yield Fault(key, value, f"was removed: {removed.cure}")
+        elif cure := REMOVED.get(".".join(key)):
+            yield Fault(key, value, f"was removed: {cure}")
         elif field is None:
             yield from _unknown(key, value, tuple(model.model_fields))
         elif (inner := inner_model(field.annotation)) and isinstance(value, dict) and not _listed(field.annotation):

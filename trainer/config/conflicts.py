@@ -304,8 +304,6 @@ def _training(d: Values, t: Values) -> Found:
             yield "training.profile.steps", "must be the first and the last step, in this order"
         if t.max_steps != -1 and last > t.max_steps:
             yield "training.profile.steps", f"must be <= training.max_steps, which is {t.max_steps}"
-    if t.live is True and t.logging_strategy == "no":
-        yield "training.live", "shows what is logged; leave training.logging_strategy out"
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:

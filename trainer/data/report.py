@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
 from deepstow.trainer.data.mapped import Numbers, among, twice
 from deepstow.trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Say = Callable[[str], None]
 
@@ -185,29 +187,21 @@ def binned(lengths: Mapping[str, int], per_octave: int) -> dict[tuple[int, int],
     return {(low, high): counts[min(counts) + index] for index, (low, high) in enumerate(pairwise(edges)) if low < high}
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write the histograms as a picture, one below the other. OSError, ValueError: there can be no such file."""
-    from PIL import Image, ImageDraw
+def draw(report: Mapping[str, Any]) -> Figure:
+    """The histograms as a picture, one below the other, over a logarithmic axis of lengths."""
+    from deepstow.trainer.planning import picture
 
-    from deepstow.trainer.planning.picture import FONT, GRID, INK, LEFT, MARGIN, PARTS, RED, WIDTH
-
-    height, limit = 240, report["max_length"]
-    image = Image.new("RGB", (WIDTH, height * len(report["sources"]) + MARGIN), "white")
-    pen = ImageDraw.Draw(image)
-    for index, source in enumerate(report["sources"]):
-        floor, bins = height * (index + 1) - MARGIN, binned(source["lengths"], 4)
-        across, most = (WIDTH - LEFT - MARGIN) / len(bins), max(bins.values())
-        pen.text((MARGIN, floor - height + MARGIN + 8), source["line"], INK, FONT)
-        for place, ((low, high), number) in enumerate(bins.items()):
-            left, top = LEFT + place * across, floor - (height - 100) * number / most
-            pen.rectangle((left, top, left + across - 2, floor), fill=PARTS[0])
-            if low <= limit < high:
-                at = left + across * math.log(limit / low) / math.log(high / low)  # the axis is logarithmic
-                pen.line((at, floor - height + 76, at, floor), RED, 2)
-                pen.text((at + 6, floor - height + 60), f"data.max_length {limit:,}", RED, FONT)
-            if place % max(1, len(bins) // 12) == 0:
-                pen.text((left, floor + 4), f"{low:,}", INK, FONT)
-        pen.text((MARGIN, floor - height + 92), f"{most:,} rows", INK, FONT)
-        pen.text((MARGIN, floor + 4), "tokens", INK, FONT)
-        pen.line((LEFT, floor, WIDTH - MARGIN, floor), GRID)
-    image.save(path)
+    sources, limit = report["sources"], report["max_length"]
+    figure = picture.canvas(2.8 * len(sources))
+    for axes, source in zip(figure.subplots(len(sources), 1, squeeze=False)[:, 0], sources, strict=True):
+        bins = binned(source["lengths"], 4)
+        edges = [low for low, _ in bins] + [list(bins)[-1][1]]
+        axes.stairs(list(bins.values()), edges, fill=True, color=picture.PARTS[0], label="rows")
+        axes.axvline(limit, color=picture.RED, label=f"data.max_length {limit:,}")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("length of a row (tokens)")
+        axes.set_ylabel("rows")
+        axes.set_title(picture.plain(source["line"]), loc="left", fontsize="medium")
+        axes.legend()
+    return figure

@@ -25,7 +25,6 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +40,7 @@ TOGETHER = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 class ExitFile:
     """What one rank has to say. ``step``: the newest that it has made; ``lock``: what the run has written into the lock
-    of ``folder``, once it has it; ``before``: gives the terminal back, from any thread, as often as it is called.
+    of ``folder``, once it has it.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -49,7 +48,6 @@ class ExitFile:
         self.folder: Path | None = None
         self.lock: str | None = None
         self.step: int | None = None
-        self.before: Callable[[], None] = lambda: None
 
     def clear(self) -> None:
         """Remove the file of an earlier run, and keep room for ours. Raise ConfigError if that cannot be done."""
@@ -64,7 +62,6 @@ class ExitFile:
 
     def write(self, code: int) -> None:
         """This rank ends with ``code``. What cannot be written changes nothing."""
-        self.before()
         folder = self.folder
         if folder is None or not os.path.isdir(folder):  # noqa: PTH112 - a name that is too long is no error there
             return

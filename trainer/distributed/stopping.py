@@ -211,7 +211,6 @@ class Stop:
             self._expected -= 1
             return
         now_s = time.monotonic()
-        self.ended.before()  # a launcher that asks may kill next
         if self.reason is None or self._asked_s == 0.0:
             self.reason, self._asked_s = self.reason or number.name, now_s
         elif now_s - self._asked_s > ECHO_S:
@@ -227,7 +226,6 @@ class Stop:
 
     def end(self, line: str, code: int) -> None:
         """Say why, and end this process at once; from any thread."""
-        self.ended.before()
         write_line(line, sys.stderr)
         self.ended.write(code)
         os._exit(code)

@@ -21,7 +21,6 @@ from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import EXPERT, Facts, Param, Rates, UnitKind
 from deepstow.strategies.core.protocol import Axis, HasBudget, Refusal
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.planner.activation_policy import by_policy
 from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.compressed import words
 from deepstow.strategies.planner.hybrid import keys
@@ -57,7 +56,6 @@ def search(
     machine: Machine,
     gigabits: float | None,
     say: Say,
-    asked: Asked | None = None,
     *,
     lossy: bool = False,
 ) -> tuple[list[str], dict[str, Any]]:
@@ -65,7 +63,6 @@ def search(
 
     Args:
         gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
-        asked: of a whole run with the first of the best.
         lossy: offer compressed exchanges of gradients between machines, too.
 
     Raises:
@@ -116,11 +113,6 @@ def search(
     lines = [*heading(config, ranks, machine, cluster, sequences)]
     lines += [f"published runs were within {NEAR:.0%} of what is found so, to either side: {near}", ""]
     lines += hybrid_table.lines(answer, scale, write, not_tried, links(facts, cluster) if lossy else {})
-    if asked is not None:
-        units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
-        again = run_budget.repeated([replace(facts, units=tuple(units))])
-        steps = more_ranks(Models(known, in_stages), rates, cluster, best)
-        lines += ["", *run_budget.lines(asked, run_budget.active_params(facts), again, peak, steps)]
     return lines, hybrid_table.to_json(answer, scale, write)
 
 

@@ -1,5 +1,5 @@
 """The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars; or a
-simulated step above a measured one.
+simulated step above a measured one. Drawn by matplotlib, which is imported when a picture is asked for.
 
 The memory curve is the arena and what forward has saved so far, during the ticks of the first pass. Without a simulated
 step (nothing is stowed, or the machine's rates are unknown): one bar per tier that adds up to the predicted peak of a
@@ -8,82 +8,121 @@ rank. The red line is the budget.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw, ImageFont
-
+from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.plan import Kind, Plan, Tier, When
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.simulate import TraceEvent
 from deepstow.strategies.planner.step_cost import StepCost
 from deepstow.strategies.planner.tasks import Resource
 from deepstow.strategies.report.full_report import headline
+from deepstow.trainer.errors import printable
+from deepstow.trainer.planning.chrome_trace import Steps, within
 
-WIDTH, ROW, LEFT, MARGIN, CURVE = 1400, 54, 110, 24, 190
-TITLE, AXIS, BAR = 78, 34, 90
-INK, GRID, ARENA, SAVED, RED = (40, 40, 40), (225, 225, 225), (120, 144, 176), (186, 200, 220), (200, 40, 40)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+WIDTH, ROW, HEAD = 14.0, 0.55, 1.2  # inches: of a picture, of a resource in it, and of its title and legend
+INK, ARENA, SAVED, RED = "#282828", "#7890b0", "#bac8dc", "#c82828"
 # By the first word of an event's label.
 COLOURS = {
-    "forward": (86, 140, 90),
-    "backward": (60, 100, 150),
-    "update": (196, 120, 40),
-    "gradient": (150, 90, 150),
-    "state": (190, 160, 60),
-    "weight": (110, 160, 190),
-    "new": (110, 160, 190),
+    "forward": "#568c5a",
+    "backward": "#3c6496",
+    "update": "#c47828",
+    "gradient": "#965a96",
+    "state": "#bea03c",
+    "weight": "#6ea0be",
+    "other": INK,
 }
-PARTS = ((60, 100, 150), (196, 120, 40), (190, 160, 60), (150, 90, 150), (86, 140, 90), (170, 170, 170))
-FONT = ImageFont.load_default(15)
-ALIKE = {"parked": "gradient", "arriving": "gradient", "moments": "state", "master": "state"}  # in measured labels
-Limit = tuple[int, str]  # bytes of the device, and what they are called
-Pen = ImageDraw.ImageDraw
+ALIKE = {
+    "parked": "gradient", "arriving": "gradient", "moments": "state", "master": "state", "new": "weight",
+}  # fmt: skip
+PARTS = ("#3c6496", "#c47828", "#bea03c", "#965a96", "#568c5a", "#aaaaaa")
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
-def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: int | None = None) -> None:
-    """Write the picture of a ``model`` of this name to ``path``. ``budget``: bytes of the device to be used, None:
-    all that it has. Raises OSError or ValueError: the file cannot be written, or its suffix is no picture's.
+def cannot(path: Path) -> str:
+    """Why no picture can be drawn into ``path`` here, and the cure; empty if it can."""
+    if path.suffix not in SUFFIXES:
+        return f"the name of a picture ends in {', '.join(SUFFIXES)}"
+    return "" if find_spec("matplotlib") else f"a picture {needs('matplotlib', 'plots')}"
+
+
+def canvas(height: float, width: float = WIDTH) -> Figure:
+    """An empty picture of so many inches. ImportError: matplotlib is missing."""
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), dpi=100, layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the picture. Raises OSError or ValueError: it cannot be written, or its suffix is no picture's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # a name in letters that no font has
+        figure.savefig(path)
+
+
+def plain(text: str) -> str:
+    """``text`` as it is: what others wrote is one line, and no formula."""
+    return printable(text).replace("$", r"\$")
+
+
+def unit(most: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest of ``units`` that is not larger than ``most``, or else the smallest."""
+    return next((each for each in units if most >= each[0]), units[-1])
+
+
+def action(event: TraceEvent) -> str:
+    """The kind of what was done: a key of ``COLOURS``."""
+    word = event.label.split()[0]
+    word = ALIKE.get(word, word)
+    return word if word in COLOURS else "other"
+
+
+def draw(plan: Plan, cost: StepCost | None, *, model: str, budget: int | None = None) -> Figure:
+    """The plan of a ``model`` of this name: its simulated step above the device's memory, or the memory of a rank.
+
+    Args:
+        budget: bytes of the device to be used; None: all that it has.
     """
-    seldom = (Resource.NET, Resource.DISK)
-    shown = [] if cost is None else [each for each in Resource if each not in seldom or cost.outcome.busy[each]]
-    height = 2 * (BAR + MARGIN) if cost is None else ROW * len(shown) + CURVE + AXIS + 3 * MARGIN
-    image = Image.new("RGB", (WIDTH, TITLE + MARGIN + height), "white")
-    pen = ImageDraw.Draw(image)
     limit = (budget, "budget") if budget is not None else (plan.facts.machine.device_bytes, "device has")
-    for index, line in enumerate(title(plan, cost, model)):
-        pen.text((MARGIN, 10 + 20 * index), line, INK, FONT)
     if cost is None:
-        _bars(pen, plan, limit)
+        figure = _bars(plan, limit)
     else:
-        _step(pen, plan, cost, shown, limit)
-    image.save(path)
+        seldom = (Resource.NET, Resource.DISK)
+        shown = [each for each in Resource if each not in seldom or cost.outcome.busy[each]]
+        figure = canvas(HEAD + ROW * len(shown) + 3)
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[ROW * len(shown), 2.4])
+        resources(above, cost.seconds, cost.outcome.events, shown)
+        memory(below, plan, cost, limit)
+        time_axis(below, cost.seconds)
+        legend(figure, [above], cost.outcome.events)
+    _title(figure, title(plan, cost, model))
+    return figure
 
 
-def beside(
-    plan: Plan, cost: StepCost | None, seconds: float, measured: Sequence[TraceEvent], path: Path, *, model: str
-) -> None:
-    """Write the picture of the simulated step above one that was ``measured`` and took so many ``seconds``."""
-    steps = [("measured", seconds, measured)]
-    if cost is not None:
-        steps.insert(0, ("simulated", cost.seconds, cost.outcome.events))
-    used = [each for each in Resource if any(event.resource is each for _, _, some in steps for event in some)]
-    longest, height = max(length for _, length, _ in steps), ROW * len(used) + AXIS
-    image = Image.new("RGB", (WIDTH, TITLE + height * len(steps) + AXIS + MARGIN), "white")
-    pen = ImageDraw.Draw(image)
-    lengths = ", ".join(f"{name} step {length:.3g} s" for name, length, _ in steps)
-    for index, line in enumerate([title(plan, None, model)[0], lengths]):
-        pen.text((MARGIN, 10 + 20 * index), line, INK, FONT)
-
-    def at(time: float) -> float:
-        return LEFT + max(0.0, min(longest, time)) * (WIDTH - LEFT - MARGIN) / longest
-
-    for number, (name, _, events) in enumerate(steps):
-        top = TITLE + height * number
-        pen.text((MARGIN, top - 20), name, INK, FONT)
-        _resources(pen, events, used, at, top, longest)
-    _legend(pen, TITLE + height * len(steps))
-    image.save(path)
+def beside(plan: Plan, steps: Steps, *, model: str) -> Figure:
+    """The ``steps``, one below the other on one axis of time."""
+    events = [event for _, some in steps.values() for event in some]
+    used = [each for each in Resource if any(event.resource is each for event in events)]
+    longest = max(seconds for seconds, _ in steps.values())
+    figure = canvas(HEAD + (ROW * len(used) + 0.6) * len(steps))
+    axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
+    for each, (name, (seconds, some)) in zip(axes, steps.items(), strict=True):
+        resources(each, longest, some, used)
+        each.set_title(f"{name} step: {seconds:.3g} s", loc="left", fontsize="medium")
+    time_axis(axes[-1], longest)
+    legend(figure, axes, events)
+    _title(figure, title(plan, None, model)[:1])
+    return figure
 
 
 def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
@@ -100,80 +139,63 @@ def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
     return [about, headline(plan, cost), f"busy beside compute: {', '.join(parts) or 'nothing'}"]
 
 
-def axis(seconds: float) -> list[float]:
-    """At most ten round times from 0 to ``seconds``, evenly."""
-    power = 10.0 ** math.floor(math.log10(seconds / 10))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20) if seconds / (power * factor) <= 10)
-    return [step * index for index in range(int(seconds / step) + 1)]
+def _title(figure: Figure, lines: Iterable[str]) -> None:
+    figure.suptitle("\n".join(map(plain, lines)), x=0.01, ha="left", fontsize="medium")
 
 
-def _step(pen: Pen, plan: Plan, cost: StepCost, shown: Sequence[Resource], limit: Limit) -> None:
-    """Resources (network and disk only if they are used), memory, and the time below both."""
-    across = (WIDTH - LEFT - MARGIN) / cost.seconds
-
-    def at(seconds: float) -> float:
-        return LEFT + max(0.0, min(cost.seconds, seconds)) * across
-
-    _resources(pen, cost.outcome.events, shown, at, TITLE, cost.seconds, MARGIN + CURVE)
-    floor = TITLE + ROW * len(shown) + MARGIN + CURVE
-    _legend(pen, floor + AXIS)
-    _memory(pen, plan, cost, at, floor, limit)
-
-
-def _resources(
-    pen: Pen,
-    events: Sequence[TraceEvent],
-    shown: Sequence[Resource],
-    at: Callable[[float], float],
-    top: int,
-    seconds: float,
-    below: int = 0,
-) -> None:
-    """A row for each resource from ``top`` on, and the time that much ``below`` them."""
-    floor = top + ROW * len(shown) + below
-    for time in axis(seconds):
-        pen.line((at(time), top, at(time), floor + 5), GRID)
-        pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, FONT)
-    for row, resource in enumerate(shown):
-        here = top + row * ROW
-        pen.text((MARGIN, here + 14), resource.value, INK, FONT)
-        pen.rectangle((LEFT, here + 4, WIDTH - MARGIN, here + ROW - 8), outline=GRID)
-        for event in events:
-            if event.resource is resource:
-                word, place = event.label.split()[0], (at(event.start), here + 5, at(event.end), here + ROW - 9)
-                wide = place[2] - place[0] > 3  # narrower ones would be all outline
-                colour = COLOURS.get(ALIKE.get(word, word), INK)
-                pen.rectangle(place, fill=colour, outline="white" if wide else None)
+def resources(axes: Axes, seconds: float, events: Sequence[TraceEvent], shown: Sequence[Resource]) -> None:
+    """A row for each resource, with what it does from 0 to ``seconds``: one collection of bars for each action."""
+    spans: dict[tuple[Resource, str], list[tuple[float, float]]] = {}
+    for event in within(events, seconds):
+        if event.resource in shown:
+            spans.setdefault((event.resource, action(event)), []).append((event.start, event.end - event.start))
+    for (resource, kind), bars in spans.items():
+        place = (shown.index(resource) - 0.4, 0.8)
+        edges = ["white" if length > seconds / 400 else COLOURS[kind] for _, length in bars]  # narrow ones stay seen
+        axes.broken_barh(bars, place, facecolors=COLOURS[kind], edgecolors=edges, linewidth=0.4, label=kind)
+    axes.set_yticks(range(len(shown)), [each.value for each in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_xlim(0, seconds)
+    axes.grid(axis="x", alpha=0.4)
+    axes.set_axisbelow(True)
 
 
-def _legend(pen: Pen, top: int) -> None:
-    for index, (word, colour) in enumerate(list(COLOURS.items())[:-1]):
-        left = LEFT + 150 * index
-        pen.rectangle((left, top, left + 12, top + 12), fill=colour)
-        pen.text((left + 18, top - 4), word, INK, FONT)
-    said = "time in one step"
-    pen.text((WIDTH - MARGIN - FONT.getlength(said), top - 4), said, INK, FONT)
+def time_axis(axes: Axes, seconds: float) -> None:
+    """The axis of time, in a unit with few digits."""
+    from matplotlib.ticker import FuncFormatter
+
+    size, name = unit(seconds, SECONDS)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:.4g}"))
+    axes.set_xlabel(f"time in one step ({name})")
 
 
-def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], floor: int, limit: Limit) -> None:
+def legend(figure: Figure, axes: Iterable[Axes], events: Iterable[TraceEvent], across: int = len(COLOURS)) -> None:
+    """The colours of what is done, once each, below all, so many ``across``."""
+    handles = {name: handle for each in axes for handle, name in zip(*each.get_legend_handles_labels(), strict=True)}
+    used = {action(event) for event in events} & handles.keys()
+    names = [name for name in COLOURS if name in used]
+    figure.legend([handles[name] for name in names], names, loc="outside lower left", ncols=across, frameon=False)
+
+
+def memory(axes: Axes, plan: Plan, cost: StepCost, limit: tuple[int, str]) -> None:
     """Arena and saved tensors during the ticks of the first pass, and the line that they may not cross."""
     assert plan.addresses is not None
     arena, peak, (most, called) = plan.addresses.num_bytes(Tier.DEVICE), plan.peak(Tier.DEVICE), limit
-    shown = most if peak * 4 > most else peak  # a far line would flatten the curve
-    scale = (CURVE - 30) / (1.08 * max(shown, peak))
-
-    def level(num_bytes: int) -> float:
-        return floor - num_bytes * scale
-
-    pen.rectangle((LEFT, level(arena), WIDTH - MARGIN, floor), fill=ARENA)
-    for start, end, saved in saved_over_time(plan, cost):
-        pen.rectangle((at(start), level(arena + saved), at(end), level(arena)), fill=SAVED)
-    pen.line((LEFT, level(shown), WIDTH - MARGIN, level(shown)), RED, 2)
-    far = "" if shown == most else f", far above the predicted peak {human(peak)}"
-    pen.text((LEFT + 4, level(shown) - 20), f"{called} {human(most)}{far}", RED, FONT)
-    pen.text((LEFT + 4, floor - 20), f"arena {human(arena)}", INK, FONT)
-    for line, word in enumerate(("device", "memory")):
-        pen.text((MARGIN, floor - CURVE // 2 + 18 * line), word, INK, FONT)
+    near = peak * 4 > most  # a far line would flatten the curve
+    size, name = unit(max(peak, most if near else 0), BYTES)
+    axes.fill_between([0, cost.seconds], arena / size, color=ARENA, linewidth=0, label=f"arena {human(arena)}")
+    if spans := saved_over_time(plan, cost):
+        edges = [start for start, _, _ in spans] + [spans[-1][1]]
+        levels = [(arena + saved) / size for _, _, saved in spans]
+        axes.stairs(levels, edges, baseline=arena / size, fill=True, color=SAVED, label="saved by forward")
+    if near:
+        axes.axhline(most / size, color=RED, label=f"{called} {human(most)}")
+    else:
+        far = f"{called} {human(most)}, far above the predicted peak"
+        axes.axhline(peak / size, color=RED, linestyle="dashed", label=f"predicted peak {human(peak)}; {far}")
+    axes.set_ylim(0, 1.1 * max(peak, most if near else 0) / size)
+    axes.set_ylabel(f"device memory ({name})")
+    axes.legend(loc="lower right", fontsize="small")
 
 
 def parts(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
@@ -186,25 +208,24 @@ def parts(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
     yield "gradients and saved tensors, at the peak", plan.peak(tier) - sum(size for _, size in standing)
 
 
-def _bars(pen: Pen, plan: Plan, limit: Limit) -> None:
+def _bars(plan: Plan, limit: tuple[int, str]) -> Figure:
     """One bar per tier, with its parts and the line that it may not cross."""
-    for index, tier in enumerate(Tier):
-        has, name = limit if tier is Tier.DEVICE else (plan.facts.machine.host_bytes, "host has")
-        peak, top = plan.peak(tier), TITLE + MARGIN // 2 + index * (BAR + MARGIN)
-        scale = (WIDTH - LEFT - 2 * MARGIN) / max(has, peak, 1)
-        pen.text((MARGIN, top + 14), tier.value, INK, FONT)
-        left, words = float(LEFT), LEFT
-        for colour, (owner, size) in zip(PARTS, parts(plan, tier), strict=False):
-            pen.rectangle((left, top, left + size * scale, top + ROW - 8), fill=colour)
-            left += size * scale
-            if size:
-                text = f"{owner} {human(size)}"
-                pen.rectangle((words, top + ROW, words + 12, top + ROW + 12), fill=colour)
-                pen.text((words + 18, top + ROW - 4), text, INK, FONT)
-                words += 40 + int(FONT.getlength(text))
-        line = LEFT + has * scale
-        pen.line((line, top - 6, line, top + ROW - 2), RED, 2)
-        pen.text((LEFT, top + ROW + 16), f"peak {human(peak)}, {name} {human(has)}", RED, FONT)
+    figure = canvas(HEAD + 2.0 * len(Tier))
+    for axes, tier in zip(figure.subplots(len(Tier), 1), Tier, strict=True):
+        has, called = limit if tier is Tier.DEVICE else (plan.facts.machine.host_bytes, "host has")
+        peak, left = plan.peak(tier), 0.0
+        size, name = unit(max(has, peak), BYTES)
+        for colour, (owner, num_bytes) in zip(PARTS, parts(plan, tier), strict=False):
+            if num_bytes:
+                axes.barh(0, num_bytes / size, left=left, color=colour, label=f"{owner} {human(num_bytes)}")
+            left += num_bytes / size
+        axes.axvline(has / size, color=RED, label=f"{called} {human(has)}")
+        axes.set_yticks([0], [tier.value])
+        axes.set_ylim(-0.6, 0.6)
+        axes.set_xlim(0, 1.05 * max(has, peak, 1) / size)
+        axes.set_xlabel(f"memory of one rank ({name}); {human(peak)} at the peak")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4, fontsize="small", frameon=False)
+    return figure
 
 
 def saved_over_time(plan: Plan, cost: StepCost) -> list[tuple[float, float, int]]:

@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from PIL import Image, ImageDraw
+from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.sizes import human, human_number
 from deepstow.trainer.config import yaml_file
-from deepstow.trainer.errors import DataError, printable
-from deepstow.trainer.planning.picture import FONT, GRID, INK, axis
+from deepstow.trainer.errors import DataError
+from deepstow.trainer.planning import picture
 from deepstow.trainer.run import foreign
 
-WIDTH, HEIGHT, LEFT, MARGIN = 1200, 700, 90, 30
-COLOURS = ((60, 100, 150), (196, 120, 40))
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#3c6496", "#c47828")
 LEVELS = " ▁▂▃▄▅▆▇█"
 IN_NATS = ("sft", "pretrain")  # tasks whose loss is the cross-entropy of a token
 NOT_FINITE = ("nan", "inf", "-inf")  # as a run writes what JSON has no number for
 LAST_STEP = 1 << 53
+LARGEST = 1e300  # value that is drawn: differences of larger ones are no numbers any more
 EPOCHS, ROUNDING = 3, 0.05  # Hugging Face's number of epochs; of a step, by which an epoch's digits may be off
 Curve = list[tuple[int, float]]
 
@@ -140,33 +141,19 @@ def _share(value: float, low: float, high: float) -> float:
     return (value / 2 - low / 2) / (high / 2 - low / 2 or 1)
 
 
-def draw(runs: Sequence[History], path: Path) -> None:
-    """Write losses, and evaluation losses as points, over steps. Raises OSError or ValueError: it cannot be written."""
-    curves = [(run.curve("loss"), run.curve("eval_loss")) for run in runs]
-    points = [(step, value) for pair in curves for curve in pair for step, value in curve if isfinite(value)]
-    most = max((step for step, _ in points), default=1) or 1
-    low, high = min((value for _, value in points), default=0), max((value for _, value in points), default=1)
-    image = Image.new("RGB", (WIDTH, HEIGHT), "white")
-    pen = ImageDraw.Draw(image)
+def draw(runs: Sequence[History]) -> Figure:
+    """Losses, and evaluation losses as points, over steps."""
+    figure = picture.canvas(7.0, 12.0)
+    axes = figure.subplots()
+    for run, colour in zip(runs, COLOURS, strict=False):
+        for key, style in (("loss", "-"), ("eval_loss", "o")):
+            if points := [point for point in run.curve(key) if abs(point[1]) < LARGEST]:
+                name = picture.plain(f"{run.folder}: {key.replace('_', ' ')}")
+                axes.plot(*zip(*points, strict=True), style, color=colour, label=name)
     counted = all(str(run.config.get("task", "sft")) in IN_NATS for run in runs)
-    pen.text((MARGIN, 10 + 20 * len(runs)), f"loss{' (nats per token)' * counted}", INK, FONT)
-    pen.text((WIDTH - MARGIN - FONT.getlength("optimizer steps"), HEIGHT - MARGIN - 4), "optimizer steps", INK, FONT)
-
-    def at(step: float, value: float) -> tuple[float, float]:
-        height = (HEIGHT - 5 * MARGIN) * _share(value, low, high)
-        return (LEFT + (WIDTH - LEFT - MARGIN) * step / most, HEIGHT - 2 * MARGIN - height)
-
-    for step in axis(most):
-        pen.line((*at(step, low), *at(step, high)), GRID)
-        pen.text((at(step, low)[0] - 10, HEIGHT - 2 * MARGIN + 6), f"{step:.4g}", INK, FONT)
-    for part in range(6):
-        value = low * (1 - part / 5) + high * (part / 5)
-        pen.line((*at(0, value), *at(most, value)), GRID)
-        pen.text((MARGIN, at(0, value)[1] - 9), human_number(value, 4), INK, FONT)
-    for index, (run, (losses, evaluated)) in enumerate(zip(runs, curves, strict=True)):
-        colour = COLOURS[index % len(COLOURS)]
-        pen.text((LEFT, 8 + 20 * index), printable(f"{run.folder}: loss, and evaluation loss as points"), colour, FONT)
-        pen.line([at(*point) for point in losses if isfinite(point[1])], colour, 2)
-        for x, y in (at(*point) for point in evaluated if isfinite(point[1])):
-            pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=colour)
-    image.save(path)
+    axes.set_ylabel(f"loss{' (nats per token)' * counted}")
+    axes.set_xlabel("optimizer steps")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.4)
+    axes.legend()
+    return figure

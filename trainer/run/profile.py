@@ -26,6 +26,7 @@ from deepstow.strategies.planner.simulate import TraceEvent
 from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.planner.tasks import Resource
 from deepstow.trainer.errors import write_line
+from deepstow.trainer.planning import chrome_trace, picture
 
 STREAMS = {"compute": Resource.COMPUTE, "up": Resource.UP, "down": Resource.DOWN, "cpu": Resource.CPU}
 STREAMS |= {"net": Resource.NET}
@@ -100,14 +101,22 @@ class Profile(TrainerCallback):
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
             if rank == 0:
-                from deepstow.trainer.planning import picture
-
-                seconds, events = measured(json.loads(path.read_text())["traceEvents"])
-                shown = self._folder / "step.png"
-                picture.beside(self._plan, plan_cost(self._plan), seconds, events, shown, model=self._model)
-                write_line(f"profile: {path} for ui.perfetto.dev; simulated and measured step: {shown}")
+                self._show(measured(json.loads(path.read_text())["traceEvents"]))
+                write_line(f"profile: {path} and {self._folder / 'step.json'} for ui.perfetto.dev")
         except (OSError, RuntimeError) as error:
             write_line(f"training.profile: {path}: not written: {error}")
+
+    def _show(self, step: tuple[float, Sequence[TraceEvent]]) -> None:
+        """The simulated step, if there is one, and this measured one: as a trace, and as a picture. Raises OSError."""
+        cost, shown = plan_cost(self._plan), self._folder / "step.png"
+        simulated = {} if cost is None else {"simulated": (cost.seconds, cost.outcome.events)}
+        steps = {**simulated, "measured": step}
+        chrome_trace.write(steps, self._folder / "step.json")
+        if why := picture.cannot(shown):
+            write_line(f"training.profile: {shown}: {why}")
+        else:
+            picture.save(picture.beside(self._plan, steps, model=self._model), shown)
+            write_line(f"profile: simulated and measured step: {shown}")
 
 
 def measured(trace: Iterable[Mapping[str, Any]]) -> tuple[float, list[TraceEvent]]:

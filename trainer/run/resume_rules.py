@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from deepstow.strategies.core.registry import available, find
 from deepstow.strategies.core.resume import rule_at
+from deepstow.trainer.config.arguments import REMOVED
 from deepstow.trainer.config.check import inner_model
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.run import same_rows
@@ -259,7 +260,8 @@ def _inside(
         key, field = f"{at}{name}", section.model_fields.get(name)
         default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
         old, new = (tree.get(name, default) for tree in (saved, now))
-        rule = "fixed" if field is None else rule_at(field, around)  # another release had it
+        gone = "free" if key in REMOVED else "fixed"  # another release had it
+        rule = gone if field is None else rule_at(field, around)
         if key == "strategies":
             yield from _of_strategies(old, new)
         elif rule == "architecture":

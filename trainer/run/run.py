@@ -49,6 +49,7 @@ from deepstow.trainer.distributed.watchdog import Watchdog
 from deepstow.trainer.errors import ConfigError, ExitCode, UserError, first_line, report, warning, write_line
 from deepstow.trainer.machine.repeated_sums import repeated_sums
 from deepstow.trainer.model import attention
+from deepstow.trainer.planning import picture
 from deepstow.trainer.planning.from_config import budget_of, check_options, refuse_folder
 from deepstow.trainer.registry import Raised
 from deepstow.trainer.run import checkpoint as checkpoints
@@ -58,7 +59,6 @@ from deepstow.trainer.run import (
     export,
     finished,
     further,
-    live,
     loading,
     lock,
     metrics,
@@ -295,8 +295,8 @@ def show_sample(config: RunConfig) -> None:
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
 
 
-def show_data(config: RunConfig, picture: Path | None) -> None:
-    """Print what became of the rows, with a histogram of their lengths; draw it if there is a ``picture``."""
+def show_data(config: RunConfig, path: Path | None) -> None:
+    """Print what became of the rows, with a histogram of their lengths; draw it into ``path``."""
     only_language(config, "--data-report")
     _, prepared = order.read_data(config, Ranks(), quiet=True)
     found = prepared.report
@@ -304,11 +304,11 @@ def show_data(config: RunConfig, picture: Path | None) -> None:
         why = "data.streaming: nothing is read ahead of training, so there is no report"
         raise ConfigError(f"{why}; data.streaming=false writes one")
     write_line(data_report.text(found))
-    if picture is not None:
+    if path is not None:
         try:
-            data_report.draw(found, picture)
+            picture.save(data_report.draw(found), path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--plot {picture}: {error}") from None
+            raise ConfigError(f"--plot {path}: {error}") from None
 
 
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
@@ -324,8 +324,6 @@ def _train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None)
     trainer = order.make_trainer(run)
     trainer.add_callback(SaveAndStop(stop, trainer, together))
     trainer.callback_handler.callbacks.insert(0, Begin(run, together))  # before TensorBoard's, which makes files
-    for view in live.view(run.config, run.ranks, stop.ended):
-        trainer.add_callback(view)
     if watchdog is not None:
         trainer.add_callback(Watched(watchdog))
     checkpoint = str(run.resumed.path) if run.resumed is not None else None
@@ -343,7 +341,6 @@ def _train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None)
             together.be_patient()
             finish(run, trainer, together)
     finally:
-        stop.ended.before()
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
         del trainer
         gc.collect()

@@ -1,6 +1,4 @@
-"""What a run shows on one screen, read from its records and its plan: ``deepstow watch`` in any terminal, and the run
-itself in its own (``live.py``). Without torch.
-"""
+"""What ``deepstow watch`` shows of a run, read from its records and its plan. Without torch."""
 
 from __future__ import annotations
 
@@ -8,47 +6,64 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
 from deepstow.strategies.core.sizes import human, human_duration, human_number
 from deepstow.trainer.distributed import exit_file
 from deepstow.trainer.errors import MEANINGS, printable
 from deepstow.trainer.run import foreign, history
 
-WIDTH = 97  # columns with which a curve has all its 60 points
-BESIDE = WIDTH - 60  # columns beside a curve, for its name and its newest value
+BESIDE = 37  # columns beside a curve, for its name and its newest value
+POINTS = 60  # of a curve, at most
 
 
-def lines(run: history.History, width: int = WIDTH, step: int | None = None, total: int | None = None) -> Iterator[str]:
-    """The lines of the screen; what the run has not written is left out. ``step``: not set means that of the newest
-    record; ``total``: as many as the run will make, by its config. What others wrote is ``printable`` in them.
-    """
-    return map(printable, _lines(run, width, step, total or run.total()))
+def shown(run: history.History, width: int) -> Group:
+    """The run on ``width`` columns: its step, its curves, its memory, its link. What it has not written is left out."""
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True, style="cyan")
+    rows.add_column(no_wrap=True)
+    for name, curve, value in _rows(run, min(POINTS, max(8, width - BESIDE))):
+        rows.add_row(f"  {name}", curve, value)
+    return Group(_line(_heading(run), "bold"), rows, *map(_line, _measured(run.folder / "plan.json")))
 
 
-def _lines(run: history.History, width: int, step: int | None, total: int | None) -> Iterator[str]:
-    losses = run.curve("loss")
-    step = max((record["step"] for record in run.records), default=0) if step is None else step
-    left = run.last("eta_s")
-    code, points = _code_of(run.folder), max(8, min(WIDTH, width) - BESIDE)
-    if code is not None:
-        state = f"  {MEANINGS.get(code, f'ended with {code}')}"
-    elif run.last("train_loss") is not None:
-        state = "  training is over"  # and the export is not there yet
-    else:
-        state = f"  {human_duration(left)} left" if left else ""
+def _line(text: str, style: str = "") -> Text:
+    """What others wrote is ``printable`` in it, and no markup."""
+    return Text(printable(text), style=style, no_wrap=True)
+
+
+def _heading(run: history.History) -> str:
+    step, total = max((record["step"] for record in run.records), default=0), run.total()
     of = f" of {total:,} ({step / total:.0%})" if total is not None and total >= step else ""
-    yield f"{run.folder}  step {step:,}{of}{state}"
-    for name, curve in (("loss", losses), ("eval loss", run.curve("eval_loss"))):
-        if curve:
+    return f"{run.folder}  step {step:,}{of}{_state(run)}"
+
+
+def _state(run: history.History) -> str:
+    """How the run has ended, or how long it still takes."""
+    code, left = _code_of(run.folder), run.last("eta_s")
+    if code is not None:
+        return f"  {MEANINGS.get(code, f'ended with {code}')}"
+    if run.last("train_loss") is not None:
+        return "  training is over"  # and the export is not there yet
+    return f"  {human_duration(left)} left" if left else ""
+
+
+def _rows(run: history.History, points: int) -> Iterator[tuple[str, str, str]]:
+    """Name, curve and newest value."""
+    for name, key in (("loss", "loss"), ("eval loss", "eval_loss")):
+        if curve := run.curve(key):
             first, last = (human_number(value, 4) for value in (curve[0][1], curve[-1][1]))
-            yield f"  {name:<10} {history.spark(curve, points)}  {first} -> {last}"
+            yield name, history.spark(curve, points), f"{first} -> {last}"
     for name, key in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("grad norm", "grad_norm")):
         if curve := run.curve(key):
             value = f"{curve[-1][1]:.1%}" if key == "mfu" else human_number(curve[-1][1], 4)
-            yield f"  {name:<10} {history.spark(curve, points)}  {value}"
-    for home in ("device", "host"):
-        if (peak := run.last(f"{home}_peak_bytes")) is not None:
-            yield f"  {home:<10} {human(peak)} at its peak"
-    yield from _measured(run.folder / "plan.json")
+            yield name, history.spark(curve, points), value
+    for tier in ("device", "host"):
+        if (peak := run.last(f"{tier}_peak_bytes")) is not None:
+            yield tier, "", f"{human(peak)} at its peak"
 
 
 def _code_of(folder: Path) -> int | None:
