@@ -343,7 +343,7 @@ class Offload(Strategy):
     def losses(self) -> Losses:
         said = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
         fewer = (f"{what} in {bits}" for what, bits in said.items() if bits not in (None, "fp32"))
-        return Losses(bits=", ".join(fewer))
+        return Losses(bits=", ".join(fewer), sums="layers first" * (self.accumulation == "layers"))
 
     def _refuses_moments(self, run: RunFacts) -> Iterator[Refusal]:
         if self.moments == "fp32":

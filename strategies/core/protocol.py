@@ -99,6 +99,7 @@ class Losses(NamedTuple):
 
     exchange: str = ""  # how ranks exchange lossily, from which no other way or number of ranks goes on
     bits: str = ""  # what has fewer bits
+    sums: str = ""  # in which other order a tied weight's gradients are added
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,12 @@ from deepstow.strategies.engine.tensors.nested import tensors_in
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
 KEY = "strategies.offload.accumulation"
+OF_TORCH = "leaf Variable that requires grad is being used in an in-place operation"
 CURE = f"write {KEY}: micro_batches"
+
+
+class LayersRefusedError(RuntimeError):
+    """Micro-batches cannot take turns in each layer: one line with the key, why, and what to write instead."""
 
 
 class _ReadsMoreError(Exception):
@@ -206,7 +211,7 @@ class LayersFirst:
         task = self._task
         assert task is not None, "only inside of run"
         if task.loss is not None:
-            raise RuntimeError(f"{KEY}: layers: a micro-batch has more than one backward; {CURE}")
+            self._refuse("a micro-batch has more than one backward")
         task.loss = loss
         self._hub.switch(None)
 
@@ -214,7 +219,7 @@ class LayersFirst:
         """What ``works`` return, one for each micro-batch, in order. Each computes a loss and calls ``backward``.
 
         Raises:
-            RuntimeError: see the module, refused. No gradient has landed then.
+            LayersRefusedError: see the module, refused. No gradient has landed then.
         """
         if not works:
             return []
@@ -350,7 +355,15 @@ class LayersFirst:
         own = set[Node]()  # of these, whose sum nobody else holds
         for task in reversed(tasks) if self._keeps_heads else tasks:
             first = autograd._get_sequence_nr()
-            if self._go_on(task) is not None:
+            try:
+                stop = self._go_on(task)
+            except RuntimeError as error:
+                if OF_TORCH in str(error):
+                    self._refuse(
+                        "the forward writes in place to what the last block returns (write x = x + y for x += y)"
+                    )
+                raise
+            if stop is not None:
                 self._refuse("a block runs twice in a forward")
             if task.loss is None or not task.loss.requires_grad:
                 raise RuntimeError("a micro-batch has ended without backward of a loss that requires a gradient")
@@ -488,7 +501,7 @@ class LayersFirst:
                     _Modes.taken(self._device.type)
 
     def _refuse(self, why: str) -> None:
-        raise RuntimeError(f"{KEY}: layers: {why}; {CURE}")
+        raise LayersRefusedError(f"{KEY}: layers: {why}; {CURE}")
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
 from deepstow.strategies.engine.layers_first import LayersFirst
 from deepstow.strategies.planner.step_cost import plan_cost, traffic
+from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run import run as runs
 from deepstow.trainer.run.stowed_trainer import stowed as stowed_trainer
 from tests.helpers import small_runs
 from tests.helpers.doubles import Delayed
@@ -198,6 +203,18 @@ def test_a_loss_that_reads_more_of_the_blocks(keeps: bool) -> None:
     assert differences(wanted, found) == []
 
 
+@pytest.mark.parametrize("order", ["layers", "micro_batches"])
+def test_more_rows_of_an_evaluation_than_training_leaves_room_for(order: str) -> None:
+    """The plan is made anew, in the order that was asked for."""
+    model = build("llama")
+    with pytest.raises(MemoryRefusal) as refused:
+        made(model, order=order, gpu_memory="1KiB")
+    budget = int(1.3 * refused.value.needed)
+    plan = made(model, order=order, gpu_memory=budget, eval_rows=16)
+    assert plan.facts.run.layerwise == (COUNT if order == "layers" else 1)
+    assert plan.facts.run.evaluation_rows == 16 and plan.peak(Tier.DEVICE) <= budget
+
+
 def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
     wanted, found, _ = both(partial(build, "llama", tied=True))
     names = differences(wanted, found)
@@ -211,7 +228,7 @@ def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
 # --- runs and plans ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_a_config(tmp_path: Path) -> None:
+def test_a_run_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The export of plain training, also of a run that is resumed; the eight micro-batches of a pass make windows of
     three, three and two, and attention has dropout.
     """
@@ -231,8 +248,28 @@ def test_a_run_of_a_config(tmp_path: Path) -> None:
     given["resume_from_checkpoint"] = str(tmp_path / "layers" / "checkpoint-2")
     resumed = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "resumed", {}, layers, **given))
     assert [name for name in wanted if not torch.equal(wanted[name], resumed[name])] == []
+    assert "saved bytes and times of blocks are not compared" in capsys.readouterr().out
     said = (tmp_path / "layers" / "plan.txt").read_text()
     assert "all 3 micro-batches of a step pass a layer before the next" in said
+
+
+def test_a_refusal_in_training_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = LlamaForCausalLM.forward
+
+    @wraps(forward)
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        random.random()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", drawing)
+    small_runs.make_rows_and_model(tmp_path)
+    layers = {"offload": {"site": "host", "weights": "streamed", "accumulation": "layers"}}
+    tree = small_runs.tree_of(tmp_path, tmp_path / "run", {}, layers)
+    assert runs.run(load_tree(tree), Ranks(), Stop()) == ExitCode.CONFIG
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "accumulation" in each]
+    assert "draws random numbers of Python" in line and "write strategies.offload.accumulation: micro_batches" in line
 
 
 def test_losses_of_a_window_that_ended_early_are_not_those_of_the_next(
@@ -309,6 +346,8 @@ class Twice(nn.Module):
             raise KeyboardInterrupt
         for index in calls or self.calls:
             x = self.layers[index](x)
+        if how == "overwrites":
+            x += 1
         return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
 
 
@@ -393,9 +432,10 @@ def turns() -> Iterator[Any]:
         (({}, {"drop": 0.5}), "draws random numbers .*, and the plan"),
         (({}, {"how": "draws"}), "draws random numbers of Python"),
         (({}, {"how": "draws by itself"}), "writes to generator, which the next"),
+        (({}, {"how": "overwrites"}), "writes in place to what the last block returns"),
         (({}, {"how": "keeps"}), "writes to kept, which the next micro-batch would read"),
     ],
-    ids=["twice", "never", "different", "dropout", "python's", "a generator of its own", "an attribute"],
+    ids=["twice", "never", "different", "dropout", "python's", "a generator of its own", "in place", "an attribute"],
 )
 def test_a_forward_that_the_plan_has_not_seen(turns: Any, given: Any, words: str) -> None:
     """One line, no gradient has landed, and the next step trains."""

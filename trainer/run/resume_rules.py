@@ -204,6 +204,10 @@ def compare(
             found = [each for each in found if each[0] not in (RANKS, ACCUMULATION)]
             if (count := same_rows.micro_batches(now, ranks[1])) > 2:
                 said.append(f"the same rows in an update; its {count} micro-batches may be added up in another order")
+    if _is_tied(known.model) and same_rows.micro_batches(now, ranks[1]) > 1 and len(set(map(_sums, (saved, now)))) > 1:
+        said.append(
+            "the tied head's gradients added in another order: the last bits differ from those of the run so far"
+        )
     for key, rule, old, new in found:
         schedule = now.get("training", {}).get("lr_scheduler_type")
         rule = NEVER if key in _FOLLOWED and schedule in FOLLOWS_LOSS else rule
@@ -351,6 +355,19 @@ def _of_strategies(
             yield f"strategies.{name}", COMPRESSION, f"exchanged {exchanged[0]}", f"exchanged {exchanged[1]}"
         if bits[0] != bits[1]:
             yield f"strategies.{name}", MOMENTS, bits[0], bits[1]
+
+
+def _sums(tree: Mapping[str, Any]) -> str:
+    """In which order gradients of a tied weight are added."""
+    strategies = tree.get("strategies", {})
+    used = [find(name).of_saved(strategies[name]) for name in sorted(strategies.keys() & set(available()))]
+    return ", ".join(filter(None, (each.losses().sums for each in used)))
+
+
+def _is_tied(model: Mapping[str, Any]) -> bool:
+    """Whether a model of this config of Hugging Face's, or a part of it, ties its head."""
+    parts = (part for part in model.values() if isinstance(part, Mapping))
+    return bool(model.get("tie_word_embeddings")) or any(map(_is_tied, parts))
 
 
 def _removed(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
