@@ -183,6 +183,7 @@ class Offload(Strategy):
         "layers. layers: all of them through a layer before the next, so that weights and gradients cross the link "
         "once per step; what each saves waits meanwhile. A tied head's gradient is then added in another order. auto: "
         "the faster by the simulated step, of the same bits.",
+        json_schema_extra=on_resume("sums"),
     )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto",
@@ -293,6 +294,7 @@ class Offload(Strategy):
             "strategies.experts": run.alike != run.copies and run.apart > 0,
             "strategies.collectives": run.compression is not None or run.two_level > 0,
             "training.fp16": run.precision is Precision.FP16,
+            "dropout over several ranks": run.draws and run.copies > 1,
         }
         for name in (name for name, is_so in what.items() if is_so):
             yield self._refusal("accumulation", f"layers cannot go with {name} so far; write micro_batches")

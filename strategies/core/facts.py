@@ -178,6 +178,7 @@ class ModelNumbers:
     experts_per_token: int = 0
     positions: int = 0  # tokens of a row that the model is made for; 0: it says no number
     not_layerwise: str = ""  # why micro-batches cannot pass layer by layer; empty: they can
+    draws: bool = False  # forward draws random numbers, as dropout does
     loss_reads_blocks: bool = (
         False  # the loss reads more of the blocks than what the last one makes, as router losses do
     )

@@ -24,17 +24,24 @@ Torch's modes belong to a thread, not to a coroutine: gradients on or off, autoc
 checkpoint around a block) are put back when one goes on. Casts that autocast keeps are dropped at each switch, or
 micro-batches would share one, and its gradient be summed in fewer bits.
 
-Refused: a forward that draws random numbers or sets attributes of modules (micro-batches would draw, and read, in
-another order than in plain training), that runs a block twice, or whose micro-batches take different ways.
+[Note: random numbers] In plain training a micro-batch draws where the one before has ended. Here each goes on from its
+own states of torch's generators whenever it takes its turn. Where it begins is known before any block runs: by how much
+a forward moves the generators is counted once for each shape of what the model is given, by a forward without
+gradients. That each has ended where the next one began is compared before any gradient lands. If it has not, the number
+depends on more than shapes: all begin again, and from then on each is counted. Checkpoints restore what they have found
+at their block, which is the state of that micro-batch.
+
+Refused: a forward that draws from other generators or sets attributes of modules (micro-batches would draw, and read,
+in another order than in plain training), that runs a block twice, or whose micro-batches take different ways.
 """
 
 from __future__ import annotations
 
 import contextvars
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,21 +49,32 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 from torch._C import _autograd as autograd
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from deepstow.strategies.engine.engine import Engine
+from deepstow.strategies.engine.forward import generators
 from deepstow.strategies.engine.forward.activations import HostRoom
 from deepstow.strategies.engine.forward.blocks import find_blocks
-from deepstow.strategies.engine.forward.effects import GLOBAL, attributes, changed
+from deepstow.strategies.engine.forward.effects import GLOBAL, PLAIN, attributes, changed
+from deepstow.strategies.engine.tensors.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
 KEY = "strategies.offload.accumulation"
+OF_TORCH = "leaf Variable that requires grad is being used in an in-place operation"
 CURE = f"write {KEY}: micro_batches"
+
+
+class LayersRefusedError(RuntimeError):
+    """Micro-batches cannot take turns in each layer: one line with the key, why, and what to write instead."""
 
 
 class _ReadsMoreError(Exception):
     """A loss reads more of the blocks than what the last one has made."""
+
+
+class _MiscountedError(Exception):
+    """A micro-batch has drawn more or fewer random numbers than another one of this shape."""
 
 
 class Stop(NamedTuple):
@@ -64,6 +82,9 @@ class Stop(NamedTuple):
 
     block: str
     is_after: bool
+
+
+ENTRANCE = Stop("", is_after=False)  # before the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +132,14 @@ class _Task:
         blocks: how many it has passed.
         root: where its backward begins.
         leaves: what its head reads in place of what the last block has made, and then the ``gradients`` of these.
+        random: the states of torch's generators at its stop; None: nothing is drawn.
     """
 
     work: Callable[[], Any]
     modes: _Modes
     found: Any = None  # what ``work`` has returned
     blocks: int = 0
+    random: generators.States | None = None
     loss: Tensor | None = None
     root: Tensor | None = None
     leaves: list[Node] = field(default_factory=list)
@@ -152,14 +175,21 @@ class LayersFirst:
     Args:
         room: where saved tensors wait on the host, if any do.
         keeps_heads: see the module, note: the head.
+        draws: a forward draws random numbers.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, room: HostRoom | None, *, keeps_heads: bool) -> None:
+    def __init__(
+        self, model: nn.Module, engine: Engine, room: HostRoom | None, *, keeps_heads: bool, draws: bool
+    ) -> None:
         self._model = model
         self._engine = engine
         self._room = room
         self._keeps_heads = keeps_heads
+        self._draws = draws
+        self._counts_each = False  # not once for each shape
+        self._moves: dict[Hashable, tuple[int, ...]] = {}  # of the generators, by a forward of this shape
         self._device = engine.device
+        self._generators = generators.Generators(engine.device)
         self._hub = getcurrent()
         self._running: _Task | None = None
         self._blocks = find_blocks(model)
@@ -181,7 +211,7 @@ class LayersFirst:
         task = self._task
         assert task is not None, "only inside of run"
         if task.loss is not None:
-            raise RuntimeError(f"{KEY}: layers: a micro-batch has more than one backward; {CURE}")
+            self._refuse("a micro-batch has more than one backward")
         task.loss = loss
         self._hub.switch(None)
 
@@ -189,38 +219,56 @@ class LayersFirst:
         """What ``works`` return, one for each micro-batch, in order. Each computes a loss and calls ``backward``.
 
         Raises:
-            RuntimeError: see the module, refused. No gradient has landed then.
+            LayersRefusedError: see the module, refused. No gradient has landed then.
         """
         if not works:
             return []
-        with suppress(_ReadsMoreError):
-            return self._run(works)
-        logger.warning(
-            "the loss reads more of the blocks than what the last one makes: what heads save is kept, beyond the plan"
-        )
-        self._keeps_heads = True
-        return self._run(works)
+        while True:
+            try:
+                return self._run(works)
+            except _ReadsMoreError:
+                logger.warning(
+                    "the loss reads more of the blocks than what the last one makes: what heads save is kept, beyond "
+                    "the plan"
+                )
+                self._keeps_heads = True
+            except _MiscountedError:
+                if self._counts_each:
+                    self._refuse("random numbers are drawn outside of the model, or as many as others of them say")
+                self._count_each("depends on more than shapes")
 
     def _run(self, works: Sequence[Callable[[], R]]) -> list[R]:
         ambient = _Modes.taken(self._device.type)
         tasks = [_Task(work, ambient) for work in works]
         self._hub = getcurrent()
+        first, done = self._generators.states(), False
         handles = list(self._attach())
         try:
-            drawn, held = self._drawn(), attributes(self._model)
+            others, held = [state() for state, _ in GLOBAL], attributes(self._model)
+            ends = self._enter(tasks, first) if self._draws else [first] * len(tasks)
             self._engine.begin_rounds()
             if self._room is not None:
                 self._room.begin_rounds()
             self._forward(tasks)
             sums = self._heads(tasks)
-            if not all(map(_same, drawn, self._drawn())):
-                self._refuse("the forward draws random numbers (dropout), in another order than in plain training")
             if name := changed(held, self._model):
                 self._refuse(f"the forward writes to {name}, which the next micro-batch would read")
+            if not all(map(_same, others, (state() for state, _ in GLOBAL))):
+                self._refuse(
+                    "the forward draws random numbers of Python or NumPy, in another order than in plain training"
+                )
+            drawn = [task.random if task.random is not None else self._generators.states() for task in tasks]
+            if not all(map(generators.same, drawn, ends)):
+                if self._draws:
+                    raise _MiscountedError
+                self._refuse("the forward draws random numbers (dropout), and the plan was made of one that does not")
+            done = True
         finally:
             try:
                 self._end(tasks)
             finally:
+                if not done:
+                    self._generators.give(first)
                 ambient.give(self._device.type)
                 torch.clear_autocast_cache()
                 for handle in handles:
@@ -228,7 +276,9 @@ class LayersFirst:
                 self._engine.end_rounds()
                 if self._room is not None:
                     self._room.end_rounds()
+        last = self._generators.states()
         self._backward(tasks, sums)
+        self._refuse_random(last)
         return [task.found for task in tasks]
 
     def _attach(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
@@ -236,6 +286,56 @@ class LayersFirst:
         for name, block in self._blocks.items():
             yield block.register_forward_pre_hook(self._stop_before(name), prepend=True)
             yield block.register_forward_hook(self._stop_after(name))
+
+    # --- random numbers ----------------------------------------------------------------------------------------------
+
+    def _enter(self, tasks: Sequence[_Task], first: generators.States) -> list[generators.States]:
+        """Let each go on to the model; see [Note: random numbers]. Returns the states in which each will end."""
+        ends = [first]
+        with self._model.register_forward_pre_hook(partial(self._count, ends), prepend=True, with_kwargs=True):
+            for task in tasks:
+                task.random = ends[-1]
+                nodes = autograd._get_sequence_nr()
+                if self._go_on(task) != ENTRANCE or autograd._get_sequence_nr() != nodes:
+                    self._refuse("a forward that draws random numbers does not begin with the model")
+        return ends[1:]
+
+    def _count(self, ends: list[generators.States], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Add to ``ends`` the states after this forward, and stop."""
+        task = self._task
+        if task is None:
+            return  # what is counted
+        begins = self._generators.states()
+        shape = _shape_of((args, kwargs))
+        if (move := self._moves.get(shape)) is not None and not self._counts_each:
+            ends.append(generators.moved(begins, move))
+        else:
+            versions = [tensor._version for tensor in tensors_in((args, kwargs))]
+            self._running = None
+            try:
+                with torch.no_grad():
+                    model(*args, **kwargs)
+            finally:
+                self._running = task
+            if [tensor._version for tensor in tensors_in((args, kwargs))] != versions:
+                self._refuse("a forward that draws random numbers writes to what it is given")
+            ends.append(self._generators.states())
+            try:
+                self._moves[shape] = generators.moves(begins, ends[-1])
+            except generators.UncountedError:
+                self._count_each("is not known of this kind of generator or of these numbers")
+            self._generators.give(begins)
+        self._hub.switch(ENTRANCE)
+
+    def _count_each(self, why: str) -> None:
+        """From now on."""
+        if not self._counts_each:
+            logger.warning("how far a forward moves random numbers %s: each micro-batch is run once more to know", why)
+        self._counts_each = True
+
+    def _refuse_random(self, before: generators.States) -> None:
+        if not generators.same(before, self._generators.states()):
+            self._refuse("backward draws random numbers, in another order than in plain training")
 
     # --- rounds ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +355,15 @@ class LayersFirst:
         own = set[Node]()  # of these, whose sum nobody else holds
         for task in reversed(tasks) if self._keeps_heads else tasks:
             first = autograd._get_sequence_nr()
-            if self._go_on(task) is not None:
+            try:
+                stop = self._go_on(task)
+            except RuntimeError as error:
+                if OF_TORCH in str(error):
+                    self._refuse(
+                        "the forward writes in place to what the last block returns (write x = x + y for x += y)"
+                    )
+                raise
+            if stop is not None:
                 self._refuse("a block runs twice in a forward")
             if task.loss is None or not task.loss.requires_grad:
                 raise RuntimeError("a micro-batch has ended without backward of a loss that requires a gradient")
@@ -283,8 +391,10 @@ class LayersFirst:
         """
         assert task.loss is not None
         leaves = list(self._leaves(task.loss, first))
+        random = self._generators.states()
         gradients = torch.autograd.grad(task.loss, [GradientEdge(leaf, 0) for leaf in leaves], allow_unused=True)
         self._engine.end_head()
+        self._refuse_random(random)
         found = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
         task.gradients += [found.pop(leaf, None) for leaf in task.leaves]
         task.leaves.clear()  # they hold what the last block has made
@@ -324,11 +434,15 @@ class LayersFirst:
         device = self._device.type
         before = task.modes.dispatches
         task.modes.give(device)
+        if task.random is not None:
+            self._generators.give(task.random)
         self._running = task
         try:
             stop: Stop | None = task.coroutine.switch()
         finally:
             self._running = None
+            if task.random is not None:
+                task.random = self._generators.states()
             task.modes = _Modes.taken(device)
             torch.clear_autocast_cache()
         if task.modes.dispatches != before:
@@ -386,22 +500,20 @@ class LayersFirst:
                 finally:
                     _Modes.taken(self._device.type)
 
-    def _drawn(self) -> list[Any]:
-        """The states of the generators that a forward draws from."""
-        states = [torch.get_rng_state(), *(state() for state, _ in GLOBAL)]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
-        return states
-
     def _refuse(self, why: str) -> None:
-        raise RuntimeError(f"{KEY}: layers: {why}; {CURE}")
+        raise LayersRefusedError(f"{KEY}: layers: {why}; {CURE}")
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Whether two states of a generator are equal; NumPy's have an array in them."""
-    if isinstance(before, Tensor):
-        return torch.equal(before, after)
+    """Whether two states of Python's or NumPy's generator are equal; the latter have an array in them."""
     return repr(before) == repr(after) if isinstance(before, tuple) else bool(before == after)
+
+
+def _shape_of(given: Any) -> Hashable:
+    """Equal for what a model is given where shapes, dtypes and plain values are."""
+    leaves, structure = tree_flatten(given)
+    kinds = [(*each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
+    return repr(structure), repr([each if type(each) in (*PLAIN, tuple) else type(each) for each in kinds])
 
 
 def _weight_of(node: Node) -> Any:

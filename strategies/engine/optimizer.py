@@ -116,8 +116,8 @@ def stow(
         debug=place.debug,
     )
     optimizer = StowOptimizer(model, layout, place.addresses, params, rule, runtime, hosts=hosted_bytes > 0)
-    if plan.facts.run.layerwise > 1:
-        optimizer.set_layerwise(keeps_heads=plan.facts.run.loss_reads_blocks)
+    if run.layerwise > 1:
+        optimizer.set_layerwise(keeps_heads=run.loss_reads_blocks, draws=run.draws)
     model.__dict__[STOWED] = optimizer
     chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()
@@ -187,9 +187,9 @@ class StowOptimizer(torch.optim.Optimizer):
         self.access.keep_edits()
         self.engine.begin_forward()
 
-    def set_layerwise(self, *, keeps_heads: bool) -> None:
-        """``backward_all`` lets micro-batches take turns in each layer; ``layers_first.py`` has the argument."""
-        self.layers = LayersFirst(self._model, self.engine, self._room, keeps_heads=keeps_heads)
+    def set_layerwise(self, *, keeps_heads: bool, draws: bool) -> None:
+        """``backward_all`` lets micro-batches take turns in each layer; ``layers_first.py`` has the arguments."""
+        self.layers = LayersFirst(self._model, self.engine, self._room, keeps_heads=keeps_heads, draws=draws)
 
     def backward_all(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """Compute the losses of a step's micro-batches, and their gradients, in the order that the plan says: one after

@@ -118,8 +118,10 @@ def _span(units: Iterable[str]) -> str:
 
 def order_of(plan: Plan) -> list[str]:
     """The order of a step's micro-batches, if it is not one after the other."""
-    count = plan.facts.run.layerwise
-    return [f"all {count} micro-batches of a step pass a layer before the next"] if count > 1 else []
+    run = plan.facts.run
+    tied = "; gradients of the tied head are added in another order than plain training's" if run.tied else ""
+    what = f"all {run.layerwise} micro-batches of a step pass a layer before the next{tied}"
+    return [what] if run.layerwise > 1 else []
 
 
 def _saved_line(plan: Plan, tier: Tier, saved: dict[UnitKind, list[Row]]) -> str:

@@ -47,7 +47,7 @@ def test_bits_of_the_table_of_cases(row: Row) -> None:
 LAYERS = Table(
     {
         **{name: levels for name, levels in IN_LAYERS.factors.items() if name != "transfer"},
-        "model": ("llama", "experts"),
+        "model": ("llama", "experts", "gpt2"),
         "recompute": ("none", "later"),
         "accumulation": (2, 3),
     },

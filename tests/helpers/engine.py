@@ -168,6 +168,7 @@ def stowed(
     scaled: bool = False,
     layers: bool = False,
     keeps_heads: bool = False,
+    draws: bool = False,
 ) -> Result:
     """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards.
 
@@ -176,6 +177,7 @@ def stowed(
         process_group: if it is not the default one.
         scaled: losses are divided by the number of ranks.
         layers: all micro-batches of a step pass a layer before the next; ``plan`` is of one.
+        draws: a forward draws random numbers, which only ``layers`` has to know.
     """
     result, losses, norms = Result(), list[Tensor](), list[Tensor]()
     rule = rule or AdamW(lr=LR, weight_decay=DECAY)
@@ -187,7 +189,7 @@ def stowed(
     optimizer = stow(model, given, groups_of(model, groups), rule, **how)
     scheduler = schedule(optimizer) if schedule else None
     if layers:
-        optimizer.set_layerwise(keeps_heads=keeps_heads)
+        optimizer.set_layerwise(keeps_heads=keeps_heads, draws=draws)
     torch.manual_seed(5)
     for window in _windows(batches, accumulation):
         waiting: dict[int, Tensor] = {}

@@ -55,13 +55,14 @@ FP32 = _table(
     strength=3, clip=("in-backward", "passing", "off", "tight", "loose"), recompute=("none", "later", "reentrant"),
     prefetch=(2, 0, 1, 5),
 )  # fmt: skip
+DRAWING = ("gpt2", "opt", "bert")  # random numbers
 BF16 = _table("llama", "experts", "gpt2", bucket=("one", "half"))
 IN_STAGES = _table(
     "llama", "gpt2", "experts",
     clip=("off", "tight"), accumulation=(4,), order=("1f1b", "gpipe"), transfer=("delayed", "watched", "vacant"),
 )  # fmt: skip
-IN_LAYERS = _table(  # models that draw no random numbers
-    "llama", "qwen3", "bloom", "mixtral", "experts",
+IN_LAYERS = _table(
+    "llama", "qwen3", "bloom", "mixtral", "experts", *DRAWING,
     tied=(False,), accumulation=(2, 3, 7), dtype=(torch.float32, torch.bfloat16), order=("layers",),
     transfer=("delayed", "watched", "vacant", "at-once"),
     clip=("in-backward", "passing", "off", "tight", "loose"), prefetch=(2, 0, 1, 5),
@@ -125,7 +126,8 @@ def both(
         tasks = list(pipeline_clock.order(0, 3, count))
         if case["order"] == "gpipe":
             tasks = [(backward, number) for backward in (False, True) for number in range(count)]
-    return wanted, stowed(model, plan, batches, transfer=moves, device=device, tasks=tasks, layers=layers, **loop)
+    order: dict[str, Any] = {"tasks": tasks, "layers": layers, "draws": case["model"] in DRAWING}
+    return wanted, stowed(model, plan, batches, transfer=moves, device=device, **order, **loop)
 
 
 def run(row: Row, dtype: torch.dtype = torch.float32) -> list[str]:

@@ -3,10 +3,11 @@
 Rows as in ``test_engine.py``. Of nine batches the last window has fewer, unless three are together.
 """
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
 from deepstow.strategies.engine.layers_first import LayersFirst
 from deepstow.strategies.planner.step_cost import plan_cost, traffic
+from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run import run as runs
 from deepstow.trainer.run.stowed_trainer import stowed as stowed_trainer
 from tests.helpers import small_runs
 from tests.helpers.doubles import Delayed
@@ -83,7 +89,8 @@ def both(make: Callable[[], nn.Module], change: Callable[[nn.Module], Any] = lam
     wanted = plain(wanted_of, batches(), accumulation=COUNT, max_norm=0.5)
     plan = made(found_of, **options)
     recompute(found_of, plan)
-    return wanted, stowed(found_of, plan, batches(), accumulation=COUNT, max_norm=0.5, layers=True), plan
+    how: dict[str, Any] = {"layers": True, "draws": plan.facts.run.draws}
+    return wanted, stowed(found_of, plan, batches(), accumulation=COUNT, max_norm=0.5, **how), plan
 
 
 @pytest.mark.parametrize(
@@ -148,17 +155,35 @@ def frozen(model: nn.Module) -> None:
         param.requires_grad_("layers.0" not in name and "embed" not in name)
 
 
-def adapted(model: nn.Module) -> None:
+def adapted(model: nn.Module, **options: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))  # type: ignore[arg-type]
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", [frozen, adapted])
 def test_what_is_not_trained(change: Callable[[nn.Module], Any]) -> None:
     wanted, found, _ = both(partial(build, "llama"), change)
     assert differences(wanted, found) == []
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "lora"])
+def test_dropout(kind: str, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of embeddings, hidden states, attention and adapters, in micro-batches of different lengths, counted once."""
+    name, change = ("llama", dropped) if kind == "lora" else (kind, untouched)
+    wanted, found, plan = both(partial(build, name), change, recompute={"policy": policy}, site="streamed")
+    assert plan.facts.run.draws and "is run once more" not in caplog.text
+    assert differences(wanted, found) == []
+
+
+def untouched(model: nn.Module) -> None:
+    """Nothing."""
+
+
+def dropped(model: nn.Module) -> None:
+    adapted(model, lora_dropout=0.2)
 
 
 def routed() -> nn.Module:
@@ -178,6 +203,18 @@ def test_a_loss_that_reads_more_of_the_blocks(keeps: bool) -> None:
     assert differences(wanted, found) == []
 
 
+@pytest.mark.parametrize("order", ["layers", "micro_batches"])
+def test_more_rows_of_an_evaluation_than_training_leaves_room_for(order: str) -> None:
+    """The plan is made anew, in the order that was asked for."""
+    model = build("llama")
+    with pytest.raises(MemoryRefusal) as refused:
+        made(model, order=order, gpu_memory="1KiB")
+    budget = int(1.3 * refused.value.needed)
+    plan = made(model, order=order, gpu_memory=budget, eval_rows=16)
+    assert plan.facts.run.layerwise == (COUNT if order == "layers" else 1)
+    assert plan.facts.run.evaluation_rows == 16 and plan.peak(Tier.DEVICE) <= budget
+
+
 def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
     wanted, found, _ = both(partial(build, "llama", tied=True))
     names = differences(wanted, found)
@@ -191,16 +228,48 @@ def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
 # --- runs and plans ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_a_config(tmp_path: Path) -> None:
-    """The export of plain training; the eight micro-batches of a pass make windows of three, three and two."""
+def test_a_run_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The export of plain training, also of a run that is resumed; the eight micro-batches of a pass make windows of
+    three, three and two, and attention has dropout.
+    """
     small_runs.make_rows_and_model(tmp_path)
-    given = {"gradient_accumulation_steps": 3, "max_steps": 5}
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.2}))
+    given: dict[str, Any] = {
+        "gradient_accumulation_steps": 3,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     layers = {"offload": {"site": "host", "weights": "streamed", "accumulation": "layers"}}
     wanted = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "plain", {}, **given))
     found = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "layers", {}, layers, **given))
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    given["resume_from_checkpoint"] = str(tmp_path / "layers" / "checkpoint-2")
+    resumed = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "resumed", {}, layers, **given))
+    assert [name for name in wanted if not torch.equal(wanted[name], resumed[name])] == []
+    assert "saved bytes and times of blocks are not compared" in capsys.readouterr().out
     said = (tmp_path / "layers" / "plan.txt").read_text()
     assert "all 3 micro-batches of a step pass a layer before the next" in said
+
+
+def test_a_refusal_in_training_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = LlamaForCausalLM.forward
+
+    @wraps(forward)
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        random.random()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", drawing)
+    small_runs.make_rows_and_model(tmp_path)
+    layers = {"offload": {"site": "host", "weights": "streamed", "accumulation": "layers"}}
+    tree = small_runs.tree_of(tmp_path, tmp_path / "run", {}, layers)
+    assert runs.run(load_tree(tree), Ranks(), Stop()) == ExitCode.CONFIG
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "accumulation" in each]
+    assert "draws random numbers of Python" in line and "write strategies.offload.accumulation: micro_batches" in line
 
 
 def test_losses_of_a_window_that_ended_early_are_not_those_of_the_next(
@@ -261,6 +330,7 @@ class Twice(nn.Module):
         self.embed, self.head = nn.Embedding(8, 6), nn.Linear(6, 8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(drop)) for _ in range(2))
         self.calls = calls
+        self.generator = torch.Generator()
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, calls: tuple[int, ...] | None = None, drop: float = 0.0, how: str = ""
@@ -270,11 +340,27 @@ class Twice(nn.Module):
             self.kept = x
         if how == "draws":
             x = x * random.random()
+        if how == "draws by itself":
+            x = x * torch.rand((), generator=self.generator)
         if how == "is stopped":
             raise KeyboardInterrupt
         for index in calls or self.calls:
             x = self.layers[index](x)
+        if how == "overwrites":
+            x += 1
         return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+class Noisy(Twice):
+    """Multiplies its loss by numbers that it draws, and by one more where a batch says so."""
+
+    draw: Callable[..., Tensor] = staticmethod(torch.rand)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> SimpleNamespace:  # type: ignore[override]
+        noise = self.draw(3).sum()
+        if input_ids[0, 0] % 2:
+            noise = noise + torch.rand(())
+        return SimpleNamespace(loss=super().forward(input_ids, labels, (0, 1)).loss * (1 + 0.1 * noise))
 
 
 class Flat(nn.Module):
@@ -299,10 +385,9 @@ def batch_of(**more: Any) -> dict[str, Any]:
     [
         (Twice(), "a block runs twice"),
         (Twice((0,)), "not every block runs"),
-        (Twice((0, 1), drop=0.1), "draws random numbers"),
         (nn.Sequential(), r"writes to layers\.1\.1\.inner\.\w+, which the next"),
     ],
-    ids=["twice", "never", "dropout", "statistics"],
+    ids=["twice", "never", "statistics"],
 )
 def test_a_model_whose_micro_batches_cannot_take_turns(model: nn.Module, words: str) -> None:
     """By the plan, which knows a forward; and under ``auto`` the plan has today's order."""
@@ -313,6 +398,19 @@ def test_a_model_whose_micro_batches_cannot_take_turns(model: nn.Module, words: 
     with pytest.raises(Refusal, match=f"accumulation = 'layers': .*{words}.*write micro_batches"):
         plan_for(model, order="layers", **options)
     assert plan_for(model, order="auto", **options).facts.run.layerwise == 1
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn], ids=["uniform", "normal, one of which is kept for later"])
+def test_as_many_random_numbers_as_a_batch_says(
+    draw: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Noisy, "draw", staticmethod(draw))
+    given = [batch_of(input_ids=torch.arange(8).reshape(2, 4).roll(index)) for index in range(9)]
+    wanted = plain(build(Noisy), given, accumulation=COUNT)
+    model = build(Noisy)
+    found = stowed(model, plan_of(model), given, accumulation=COUNT, layers=True, draws=True)
+    assert differences(wanted, found) == []
+    assert len([line for line in caplog.messages if "each micro-batch is run once more" in line]) == 1
 
 
 @pytest.fixture
@@ -331,11 +429,13 @@ def turns() -> Iterator[Any]:
         (({"calls": (0, 1, 1)}, {"calls": (0, 1, 1)}), "a block runs twice"),
         (({"calls": (0,)}, {"calls": (0,)}), "not every block runs"),
         (({"calls": (0, 1)}, {"calls": (1, 0)}), "different ways"),
-        (({}, {"drop": 0.5}), "draws random numbers"),
-        (({}, {"how": "draws"}), "draws random numbers"),
+        (({}, {"drop": 0.5}), "draws random numbers .*, and the plan"),
+        (({}, {"how": "draws"}), "draws random numbers of Python"),
+        (({}, {"how": "draws by itself"}), "writes to generator, which the next"),
+        (({}, {"how": "overwrites"}), "writes in place to what the last block returns"),
         (({}, {"how": "keeps"}), "writes to kept, which the next micro-batch would read"),
     ],
-    ids=["twice", "never", "different", "dropout", "python's", "an attribute"],
+    ids=["twice", "never", "different", "dropout", "python's", "a generator of its own", "in place", "an attribute"],
 )
 def test_a_forward_that_the_plan_has_not_seen(turns: Any, given: Any, words: str) -> None:
     """One line, no gradient has landed, and the next step trains."""

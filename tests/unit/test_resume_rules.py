@@ -258,6 +258,16 @@ def test_two_micro_batches_are_added_in_one_order() -> None:
     assert compare(run_config(**saved).tree(), run_config(**now).tree(), (1, 2), "c", Known(16)) == ({}, [], [])
 
 
+@pytest.mark.parametrize(("tied", "count", "lines"), [(True, 2, 1), (True, 1, 0), (False, 2, 0)])
+def test_another_order_of_micro_batches_is_said_where_the_head_is_tied(tied: bool, count: int, lines: int) -> None:
+    strategies = [{"offload": {"accumulation": order}} for order in ("layers", "auto")]
+    trees = [run_config(gradient_accumulation_steps=count, strategies=each).tree() for each in strategies]
+    known = Known(16, {"text_config": {"tie_word_embeddings": tied}})
+    for saved, now in (trees, trees[::-1]):
+        found = compare(saved, now, (1, 1), "c", known)
+        assert [line for line in found.said if "tied head" in line] == found.said[:lines] and not found.refused
+
+
 def test_from_a_config_to_a_folder_is_one_line() -> None:
     saved, now = run_config(GPT2).tree(), run_config(None, model={"name_or_path": "runs/x/export"}).tree()
     assert [line.key for line in resume_rules.compare(saved, now, (1, 1), "c").refused] == ["model.name_or_path"]

@@ -118,6 +118,7 @@ class Counter(TorchDispatchMode):
         computing: modules that computed with a parameter of theirs, and did not look rows up only; None: nothing ran.
         flops: floating-point operations of the whole forward.
         saved: bytes that each unit saves, where there are any.
+        draws: whether it draws random numbers.
         outputs: what each block returned (``likes_of``).
         temporaries: by unit, and ``in_chunks``: the head with its loss by chunks; who counts them adds them.
     """
@@ -138,6 +139,7 @@ class Counter(TorchDispatchMode):
         self.computing: set[str] | None = None
         self.flops = 0
         self.saved: dict[str, int] = {}
+        self.draws = False
         self.outputs = dict(outputs)
         self.temporaries: Mapping[str, Temporaries] = {}
         self.in_chunks: InChunks | None = None
@@ -146,7 +148,6 @@ class Counter(TorchDispatchMode):
         self._compiled = {name for name, block in self.blocks.items() if compiled(block) is not None}  # as one operator
         self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
         self._sparse = False
-        self._draws = False  # random numbers
         self._changed = ""  # an attribute of a module that forward has set
         self._flops_in = dict[str, int]()
         self._launches = dict[str, int]()
@@ -224,9 +225,9 @@ class Counter(TorchDispatchMode):
         if not all(map(_is_dense, (*inputs, *outputs))):
             self._sparse = True
             return out
-        if not self._draws and torch.Tag.nondeterministic_seeded in func.tags:
+        if not self.draws and torch.Tag.nondeterministic_seeded in func.tags:
             fused = any(argument.name == "dropout_p" for argument in func._schema.arguments)
-            self._draws = not fused or draws(func, args, kwargs)
+            self.draws = not fused or draws(func, args, kwargs)
         self._look(inputs, looks_up=func is torch.ops.aten.embedding.default)
         if func._schema.is_mutable:
             self.written |= {
@@ -368,7 +369,6 @@ class Counter(TorchDispatchMode):
             "a block runs twice in a forward": bool(self._repeated),
             "not every block runs in a forward": self.blocks.keys() != self._entered,
             f"the forward writes to {self._changed}, which the next micro-batch would read": bool(self._changed),
-            "the forward draws random numbers (dropout), in another order than in plain training": self._draws,
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 

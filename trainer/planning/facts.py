@@ -352,6 +352,7 @@ def count_of(
         untied=getattr(model, "untied", ()),
         written=tuple(sorted(found.written)),
         not_layerwise=found.not_layerwise,
+        draws=found.draws,
         loss_reads_blocks=bool(getattr(text, "output_router_logits", False)),
         head_words=tensor_share.head_words(model),
         num_experts=max(experts, default=0),

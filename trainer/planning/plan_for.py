@@ -147,8 +147,10 @@ def _with_evaluation(
     if size <= room:
         return replace(plan, facts=counted(wanted))
     if rows is not None:
+        facts = counted(rows)
+        anew = replace(facts.run, accumulation=facts.run.micro_batches, layerwise=1)  # the order is chosen again
         with suppress(MemoryRefusal):
-            return compose(asked, counted(rows))
+            return compose(asked, replace(facts, run=anew))
     most = Evaluation.through(one, size, wanted).fitting(room)
     if rows is not None:
         what = f"an evaluation of so many rows takes {human(size)} on the device at once; beside training {most} fit"

@@ -199,6 +199,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
                 self._unit_times.append(found)
         if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
+            if self._layerwise:
+                write_line(_row("", "saved bytes and times of blocks are not compared where micro-batches take turns"))
             if 0 < self._tokens < (planned := self._plan.facts.run.sequence):
                 write_line(
                     _row("", f"counted rows have {self._tokens:,} tokens; the plan is for the longest, {planned:,}")

@@ -36,6 +36,7 @@ from deepstow.strategies.core.applied import shown_by
 from deepstow.strategies.core.compose import requirements_of
 from deepstow.strategies.core.protocol import Requirement
 from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.layers_first import LayersRefusedError
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.memory.scratch_file import DiskError
 from deepstow.trainer.config.yaml_file import leaves
@@ -222,6 +223,9 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
     if (loads := loading.explained(error)) is not None:
         code, shown = loads[0], False
         write_line(loads[1], sys.stderr)
+    elif isinstance(error, LayersRefusedError):
+        write_line(str(error), sys.stderr)
+        code, shown = ExitCode.CONFIG, False
     elif isinstance(error, DiskError):
         write_line(f"{error}; training.resume_from_checkpoint=auto goes on from the last checkpoint", sys.stderr)
         code, shown = ExitCode.DISK, False

@@ -178,16 +178,30 @@ def _put(owner: Owner, name: str, value: Any) -> None:
 
 
 def attributes(model: nn.Module) -> dict[tuple[str, str], tuple[Any, object]]:
-    """What modules hold besides parameters, modules, hooks and their mode, with versions of tensors, sizes of lists."""
+    """What modules hold besides parameters, modules, hooks and their mode, with versions of tensors, sizes of lists,
+    and states of generators.
+    """
     found: dict[tuple[str, str], tuple[Any, object]] = {}
     for path, module in model.named_modules():
         for owner in (module._buffers, module.__dict__):
             for name, value in owner.items():
                 if "_hooks" in name or name == "training":  # some hooks remove themselves; a Trainer sets the mode
                     continue
-                mark = _version(value) if _is_state(value) else len(value) if value.__class__ in SIZED else None
-                found[path, name] = value, mark
+                found[path, name] = value, _mark(value)
     return found
+
+
+def _mark(value: Any) -> object:
+    if value.__class__ in SIZED:
+        return len(value)
+    if value.__class__ in PLAIN:
+        return None
+    if _is_state(value):
+        return _version(value)
+    if (generator := source(value)) is None:
+        return None
+    state = generator[0]()
+    return state.tolist() if isinstance(state, Tensor) else repr(state)
 
 
 def changed(before: dict[tuple[str, str], tuple[Any, object]], model: nn.Module) -> str:
