@@ -139,17 +139,6 @@ def test_no_layer_is_taken_for_dropped() -> None:
     assert bare(count_of(dropping).units) == bare(count_of(whole).units)  # the numbers themselves are temporary
 
 
-@pytest.mark.parametrize(
-    ("name", "training"),
-    [("bloom", {}), ("mixtral", {}), ("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})],
-    ids=str,
-)
-def test_temporaries_of_every_unit_are_counted(name: str, training: dict[str, Any]) -> None:
-    units = count_of(as_in_runs(name, **training)).units
-    assert all(unit.temporaries is not None and unit.temporaries.backward > 0 for unit in units)
-    assert units[-1].in_chunks is not None and units[-1].in_chunks.logits == BATCH * LENGTH * VOCAB
-
-
 def test_smoothed_labels_are_counted_outside_of_the_model() -> None:
     """Transformers' Trainer takes the labels from the model; its own loss saves the probabilities of all words."""
     head = count_of(config_of("llama", label_smoothing_factor=0.1)).units[-1]

@@ -15,7 +15,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.machine.profiles import profile as find_profile
 from deepstow.trainer.model.build import build, load_config
 from deepstow.trainer.planning.facts import count_model, run_facts
-from tests.helpers.marks import rarely, slowly
+from tests.helpers.marks import slowly
 from tests.helpers.tiny import run_config
 
 MODEL = {
@@ -47,10 +47,8 @@ INT8 = {"load_in_8bit": True}
     ("dtype", "lora", "quantised"),
     [
         ("float32", None, None), ("bfloat16", LORA, None), slowly("float32", LORA, INT8), ("bfloat16", LORA, NF4),
-        rarely("bfloat16", None, None), rarely("float32", LORA, None), rarely("bfloat16", LORA, INT8),
-        rarely("float32", LORA, NF4),
     ],
-    ids=["all weights", "lora", "int8", "nf4", "all weights too", "lora too", "int8 too", "nf4 too"],
+    ids=["all weights", "lora", "int8", "nf4"],
 )  # fmt: skip
 def test_bytes_are_those_of_plain_training(
     dtype: str, lora: dict[str, Any] | None, quantised: dict[str, Any] | None

@@ -207,20 +207,6 @@ def test_the_search_returns_what_pricing_everything_would(
     assert all(bounds), "a bound is not more than the price"
 
 
-@pytest.mark.slow
-def test_it_is_never_slower_with_more_memory_or_a_faster_network() -> None:
-    """Exactly, along each ladder; and both matter."""
-    for refused in (None, nothing_refused):
-        for ladder in (
-            [priced(model(device=size), cluster(), Options(refused)) for size in (400_000, 800_000, 1_000_000, WIDE)],
-            [priced(model(device=800_000), cluster(rate=rate), Options(refused)) for rate in (1e7, 1e8, 1e9, 1e11)],
-        ):
-            seconds = [answer.best[0].price.seconds for answer in ladder if answer.best]
-            assert len(seconds) >= 3 and seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
-            offered = [bool(answer.best) for answer in ladder]
-            assert offered == sorted(offered)
-
-
 def test_lossy_exchanges_are_offered_where_they_are_asked_for() -> None:
     options = Options(lossy=tuple(lossy(16).values()))
     exact, found = priced(model(), cluster(rate=1e7), Options()), priced(model(), cluster(rate=1e7), options)

@@ -140,14 +140,6 @@ def test_edits_are_ranked_and_honest() -> None:
     assert edits.ranked(replace(known, machine=replace(GPU, rates=None)), asked, 0) == {}
 
 
-def test_order_of_parameters_within_the_facts_is_irrelevant() -> None:
-    known = large(blocks=4)
-    units = {unit.name: index for index, unit in enumerate(known.units)}
-    shuffled = replace(known, params=tuple(sorted(known.params, key=lambda p: (-units[p.unit], p.name))))
-    assert choose(known, request(4 * GIB)).units == choose(shuffled, request(4 * GIB)).units
-    assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=0.1)
-
-
 def test_where_slots_for_the_largest_states_do_not_fit_the_smaller_ones_are_streamed() -> None:
     """Eight ranks of a machine with a slow CPU, a model with one giant block, and hardly more memory than is needed."""
     _, known, asked = instance(10, ranks=8)

@@ -27,7 +27,6 @@ from deepstow.strategies.report.plan_table import _travels, bucket_lines, rows, 
 from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import bucket, layout, random_facts, transformer
-from tests.helpers.models import build
 from tests.unit.test_placement_search import options
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -131,10 +130,6 @@ def test_zero_beside_offload_shares_its_buckets() -> None:
     assert gradients[0] - gradients[1] == gradients[0] - gradients[2] == blocks // 2 * 4
     several = replace(known, run=replace(known.run, accumulation=2))
     assert shared(2, several, site="device").total(Kind.GRAD) == gradients[0], "micro-batches are added first"
-    with pytest.raises(
-        Refusal, match=r"offload.weights = 'streamed': cannot go with strategies.zero.stage = 2: it keeps"
-    ):
-        shared(2, weights="streamed")
     with pytest.raises(Refusal, match="ranks that share the state, or the model, agree on a step first"):
         shared(3, update_in_backward=True)
 
@@ -177,14 +172,10 @@ def test_whether_drives_are_believed_is_in_the_plan(compared: bool) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(Refusal, match=r"reduction = 'fast': is about ranks that share the state; write strategies.zer"):
-        plan_of(transformer(world_size=2), reduction="fast")
-    disk: dict[str, Any] = {"disk": "/fast", "disk_memory": "1GiB"}
     passing: dict[str, Any] = {"gradients": "passing"}
     for words, keys, run in (
         ("disk = '/fast': how much of it", {"disk": "/fast"}, {}),
         ("disk_memory = '1GiB': of which disk", {"disk_memory": "1GiB"}, {}),
-        ("disk = '/fast': cannot go with strategies.offload.site = streamed", disk | {"site": "streamed"}, {}),
         ("gradients = 'passing': .*max_grad_norm: 0", passing, {"max_grad_norm": 1.0}),
         ("gradients = 'passing': .* update_in_backward: auto", passing | {"update_in_backward": False}, {}),
         ("gradients = 'passing': .* not fp16", passing, {"precision": Precision.FP16}),
@@ -323,42 +314,6 @@ def test_sizes() -> None:
 
 
 # Live models
-
-
-@pytest.mark.parametrize(
-    ("model", "batch", "units"),
-    [
-        (build("gpt2"), (2, 8), ["embedding", *(f"transformer.h.{i}" for i in range(4)), "head"]),
-        (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"input": torch.zeros(3, 4)}, ["embedding"]),
-    ],
-    ids=["gpt2", "no blocks"],
-)
-def test_any_model_is_planned_and_left_as_it_is(model: Any, batch: Any, units: list[str]) -> None:
-    model.eval()
-    before = [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()]
-    random = torch.get_rng_state()
-    plan = plan_for(model, batch=batch, site="streamed", weights="streamed", max_grad_norm=1.0)
-    assert [unit.name for unit in plan.facts.units] == units
-    assert plan.layout is not None and plan.addresses is not None
-    assert sum(b.num_elements for b in plan.layout.buckets) >= sum(p.numel() for p in model.parameters())
-    assert plan.peak(Tier.DEVICE) > plan.addresses.num_bytes(Tier.DEVICE)
-    assert [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()] == before
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(module.training for module in model.modules())
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_groups_as_torch_takes_them() -> None:
-    model = build("llama").to(torch.bfloat16)
-    model.lm_head.weight.requires_grad_(False)
-    matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    plan = plan_for(model, [{"params": matrices, "lr": 1.0}, {"params": vectors}], max_grad_norm=None)
-    found = {param.name: (param.group, param.dtype) for param in plan.facts.params}
-    assert found["model.layers.0.mlp.up_proj.weight"] == (0, "bfloat16")
-    assert found["model.norm.weight"] == (1, "bfloat16")
-    assert found["lm_head.weight"] == (None, "bfloat16")
-    assert plan.facts.run.precision is Precision.BF16
 
 
 def test_groups_that_cannot_be() -> None:

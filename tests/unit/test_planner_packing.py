@@ -123,12 +123,3 @@ def test_the_order_of_pieces_does_not_matter(seed: int, random: Random) -> None:
     them = pieces(seed, 12, steps=10, most=9)
     mixed = random.sample(them, len(them))
     assert pack(them).arena == pack(mixed).arena
-
-
-def test_errors_by_hand() -> None:
-    them = [Piece(2, ((0, 2),)), Piece(2, ((1, 3),))]
-    assert packing_errors(them, (0, 2), 4) == []
-    assert packing_errors(them, (0, 1), 4) == ["piece 1 overlaps piece 0"]
-    assert packing_errors(them, (0, 3), 4) == ["piece 1: lies outside the arena"]
-    assert packing_errors(them, (-2, 2), 4) == ["piece 0: lies outside the arena"]
-    assert packing_errors(them, (0, 3), 5, align=2) == ["piece 1: is not aligned"]
