@@ -349,7 +349,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(random_facts(), options, st.integers(1, 400_000), st.booleans())
 def test_what_is_chosen_is_valid_and_within_the_budget(
     known: Facts, asked: dict[str, Any], budget: int, knows_rates: bool
