@@ -113,9 +113,10 @@ def bare(units: Iterable[Unit]) -> tuple[Unit, ...]:
 @pytest.mark.parametrize(
     ("name", "attention", "packing"),
     [
-        *((name, "sdpa", True) for name in ("gpt2", "qwen3", "mixtral", "opt")),
+        *((name, "sdpa", True) for name in ("llama", "gpt2", "qwen3", "mixtral", "opt")),
+        *((name, "sdpa", False) for name in ("qwen3", "opt")),
         *((name, "eager", name == "llama") for name in ("llama", "bloom")),
-        *(slowly(name, "sdpa", False) for name in ("qwen3", "opt")),
+        *(slowly(name, "eager", False) for name in ("gpt2", "mixtral")),
     ],
 )
 def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, packing: bool) -> None:
@@ -138,6 +139,17 @@ def test_no_layer_is_taken_for_dropped() -> None:
     assert bare(count_of(dropping).units) == bare(count_of(whole).units)  # the numbers themselves are temporary
 
 
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [("bloom", {}), ("mixtral", {}), ("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})],
+    ids=str,
+)
+def test_temporaries_of_every_unit_are_counted(name: str, training: dict[str, Any]) -> None:
+    units = count_of(as_in_runs(name, **training)).units
+    assert all(unit.temporaries is not None and unit.temporaries.backward > 0 for unit in units)
+    assert units[-1].in_chunks is not None and units[-1].in_chunks.logits == BATCH * LENGTH * VOCAB
+
+
 def test_smoothed_labels_are_counted_outside_of_the_model() -> None:
     """Transformers' Trainer takes the labels from the model; its own loss saves the probabilities of all words."""
     head = count_of(config_of("llama", label_smoothing_factor=0.1)).units[-1]
@@ -145,13 +157,14 @@ def test_smoothed_labels_are_counted_outside_of_the_model() -> None:
     assert head.saved_bytes >= 4 * BATCH * (LENGTH - 1) * VOCAB
 
 
-def test_full_rows_keep_less_where_heads_are_grouped() -> None:
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_full_rows_keep_less_where_heads_are_grouped(packing: bool) -> None:
     """Transformers makes no mask for them, and fused attention then does not repeat keys and values."""
-    config = config_of("qwen3", "sdpa", packing=True)
+    config = config_of("qwen3", "sdpa", packing=packing)
     without = count_of(config, masked=False).units
     assert bare(without) == count_real(config, [row(16), row(16)])
     assert saved_without_mask(config) == {unit.name: unit.saved_bytes for unit in without}
-    flash = config_of("qwen3", "flash_attention_2", packing=True)  # never makes one
+    flash = config_of("qwen3", "flash_attention_2", packing=packing)  # never makes one
     assert bare(count_of(flash).units) == bare(without)
     more, less = (sum(unit.saved_bytes for unit in units) for units in (count_of(config).units, without))
     assert more > 1.03 * less

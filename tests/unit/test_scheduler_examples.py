@@ -66,18 +66,32 @@ def test_slurm(code: ExitCode | str, tmp_path: Path) -> None:
 
 
 def test_kubernetes() -> None:
-    """Every rank is described, starts a config that loads, and each exit code is followed by another start or not."""
-    _, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    assert (service["apiVersion"], service["kind"], job["apiVersion"], job["kind"]) == (
+        "v1",
+        "Service",
+        "batch/v1",
+        "Job",
+    )
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (rank,) = pod["containers"]
     variables = {each["name"]: each["value"] for each in rank["env"]}
     assert {"RANK", *variables} == describe(Ranks()).keys()
+    assert spec["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"
     assert spec["completions"] == spec["parallelism"] == int(variables["WORLD_SIZE"])
+    names = service["metadata"]["name"], pod["subdomain"], service["spec"]["selector"]["job-name"]
+    assert set(names) == {job["metadata"]["name"]}
+    assert variables["MASTER_ADDR"] == f"{names[0]}-0.{names[1]}" and service["spec"]["clusterIP"] == "None"
     rules = spec["podFailurePolicy"]["rules"]
     codes = [each["onExitCodes"] for each in rules if "onExitCodes" in each]
+    assert all((each["containerName"], each["operator"]) == (rank["name"], "In") for each in codes)
     assert [each["action"] for each in rules] == ["FailJob", "Ignore", "Ignore"]
     assert set(codes[1]["values"]) == AGAIN
     assert set(codes[0]["values"]) == set(ExitCode) - AGAIN - {ExitCode.FINISHED, ExitCode.INTERRUPTED}
-    assignment, execute, python, *words = shlex.split(*rank["args"])
+    mounts = {each["name"] for each in rank["volumeMounts"]}
+    assert mounts == {each["name"] for each in pod["volumes"]}
+    (line,) = rank["args"]
+    assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0
+    assignment, execute, python, *words = shlex.split(line)
     assert (assignment, execute, python) == ("RANK=$JOB_COMPLETION_INDEX", "exec", "python")
     loads(words)
