@@ -284,9 +284,6 @@ FINE = (
     Degrees(tensor=2, data=2, zero=2, recompute="full"),
     Degrees(tensor=2, zero=1, recompute="selective"),
     Degrees(stages=2, data=2, zero=1, micro_batches=4, offload=Stowed.STATE),
-    Degrees(stages=2, micro_batches=4, recompute="selective"),
-    Degrees(stages=2, data=2, zero=1, micro_batches=4),
-    Degrees(stages=2, tensor=2, micro_batches=4, recompute="full"),
     Degrees(stages=2, tensor=2, micro_batches=4, recompute="selective"),
     Degrees(tensor=2, zero=1, offload=Stowed.STATE),
 )
