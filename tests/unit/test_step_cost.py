@@ -237,6 +237,16 @@ def test_without_rates_or_layout_there_is_no_price() -> None:
     assert full_report.to_json(planned(known(None), site="host"), None)["simulated"] is None
 
 
+def test_a_stage_alone_and_beside_others() -> None:
+    """Of three stages and four micro-batches two more pass while the first one waits."""
+    plan = planned(known(), site="host")
+    cost = plan_cost(plan)
+    assert cost is not None
+    stage = replace(plan, facts=replace(plan.facts, run=replace(plan.facts.run, stages=3, accumulation=4)))
+    alone = f"simulated step of this stage: 15 s alone, {15 + 2 / 4 * cost.compute_seconds:.3g} s if all take as long, "
+    assert full_report.headline(stage, cost).startswith(alone)
+
+
 def test_a_device_is_no_faster_than_the_host_launches_its_operators() -> None:
     rates = replace(FAST, launch_s=0.1)
     plan = planned(known(rates), site="device")
