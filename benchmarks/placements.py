@@ -1,8 +1,8 @@
 """Simulated, not measured: how far our placements are from the best that a long search finds.
 
-    python benchmarks/placements.py --seeds 0-199 --out benchmarks/records/DATE_placements
+    python benchmarks/placements.py --seeds 0-199 --out FOLDER
     python benchmarks/placements.py --seeds 0-15 --ranks 4 --common-host --out ...
-    python benchmarks/placements.py --known benchmarks/records/2026-11-25_placements/two-hundred.jsonl --out ...
+    python benchmarks/placements.py --known benchmarks/records/placements.jsonl --out ...
 
 Random models of four families (uniform blocks, uneven ones, one giant block, experts in every other block) on four
 machines (an H100, a 4090, its link or its CPU slower), with budgets from 15 to 80 % of what would stay on the device.

@@ -34,8 +34,7 @@ class Format:
         block: numbers of a parameter, from its first one on, that have a scale together; a divisor of 128 if frozen
             weights rest so, of 256 if moments do. 0: no scales.
         scale_bytes: of one scale.
-        slower: times as long as with moments in fp32 that AdamW takes on the CPU, by the records of moments under
-            benchmarks/records.
+        slower: times as long as with moments in fp32 that AdamW takes on the CPU, by benchmarks/records/moments.md.
     """
 
     bits: int

@@ -30,7 +30,7 @@ Invariant of frozen weights. Decoded, they are exact in bfloat16 and in float32,
 that was encoded once is encoded to itself.
 
 bitsandbytes' 8-bit map of moments has levels in powers of ten. Quantising to it takes a search per element, five times
-the time of all that is done here (benchmarks/records/2026-11-27_moments_2-core). Squares are as near to fp32 as its map
+the time of all that is done here (benchmarks/records/moments.md). Squares are as near to fp32 as its map
 is, and our second moments nearer (tests/unit/test_moments.py).
 """
 

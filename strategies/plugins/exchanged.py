@@ -15,12 +15,13 @@ in fp32 in the order of ranks, and sends the sums to all, in as many bits (``cod
 
 Invariant. All ranks choose the same tokens and decode the same bytes, so what is not divided stays equal on them to the
 last bit. What is chosen follows from the values of a step alone: there is no state. Without gradients (evaluation,
-generation) sums are whole and exact, unless ``evaluates`` is set.
+generation) sums are whole and exact, unless somebody is ``evaluating`` with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -54,6 +55,15 @@ class Exchange:
     @property
     def runs(self) -> bool:
         return self.evaluates or torch.is_grad_enabled()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it evaluations exchange what training does."""
+        self.evaluates = True
+        try:
+            yield
+        finally:
+            self.evaluates = False
 
     def choose(self, partial: Tensor) -> Tensor | None:
         """The tokens that are summed; None: all. A collective."""

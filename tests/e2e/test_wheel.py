@@ -91,7 +91,7 @@ def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 def test_the_wheel_has_every_module_and_no_other_name(wheel: Path) -> None:
     modules = [path.relative_to(REPO) for name in (*FOLDERS, "docs") for path in (REPO / name).rglob("*.py")]
-    there = {f"deepstow/{path}" for path in modules if path.parts[:2] != ("benchmarks", "records")}
+    there = {f"deepstow/{path}" for path in modules}
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if name.endswith(".py")} == there | {"deepstow/__init__.py"}
     (metadata,) = {name.partition("/")[0] for name in names} - {"deepstow"}

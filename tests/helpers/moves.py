@@ -217,11 +217,11 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
             for kind, value in _state_of(trainer, param).items():
                 found[f"{name} {kind}"] = torch.as_tensor(value).detach().float().cpu().clone()
     found |= shared
-    if trainer.pipeline is not None:
+    if trainer.execution.pipeline is not None:
         found = of_stages(trainer, found)
-    if trainer.accelerator.experts is not None:
+    if trainer.execution.parts is not None:
         return with_all_experts(trainer.model, found)
-    return joined(found) if trainer.accelerator.grid.tensor > 1 else found
+    return joined(found) if trainer.execution.grid.tensor > 1 else found
 
 
 def with_all_experts(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -239,8 +239,8 @@ def with_all_experts(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def of_stages(trainer: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """``found`` on all stages of one copy of the model. A tied head is there under the embedding's name only."""
-    everyones: list[Any] = [None] * trainer.pipeline.stages
-    torch.distributed.all_gather_object(everyones, found, group=trainer.pipeline.group)
+    everyones: list[Any] = [None] * trainer.execution.pipeline.stages
+    torch.distributed.all_gather_object(everyones, found, group=trainer.execution.pipeline.group)
     return {key: value for each in reversed(everyones) for key, value in each.items()}
 
 

@@ -23,7 +23,7 @@ from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
+from deepstow.trainer.execution.pipeline import own_numbers
 from deepstow.trainer.run.stage_trial import form_of_stages
 from tests.helpers.models import causal
 from tests.helpers.releases import needs_to_return
@@ -235,16 +235,9 @@ def test_parts_draw_numbers_of_their_own() -> None:
 
     def drawn(rank: int, step: int, forwards: int, tensor: int = 1) -> list[float]:
         grid = Grid(stages=2, tensor=tensor)
-        run: Any = SimpleNamespace(
-            plan=SimpleNamespace(facts=SimpleNamespace(run=SimpleNamespace(grid=grid))),
-            model=SimpleNamespace(training=True),
-            args=SimpleNamespace(seed=1, process_index=rank, device=torch.device("cpu")),
-            state=SimpleNamespace(global_step=step),
-            _drawn=0,
-        )
         found = []
-        for _ in range(forwards):
-            with PipelineTrainer._own_numbers(run):
+        for number in range(forwards):
+            with own_numbers(grid, rank, seed=1, step=step, drawn=number, device=torch.device("cpu")):
                 found.append(torch.rand(()).item())
         return found
 

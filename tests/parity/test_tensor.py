@@ -74,7 +74,7 @@ def results(ranks: Ranks, trainer: Any) -> dict[str, Any]:
 
 
 def of_ranks(trainer: Any) -> dict[str, Any]:
-    grid, rank = trainer.accelerator.grid, torch.distributed.get_rank()
+    grid, rank = trainer.execution.grid, torch.distributed.get_rank()
     mine = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     every: list[Any] = [None] * grid.world_size
     torch.distributed.all_gather_object(every, mine)

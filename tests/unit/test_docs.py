@@ -34,8 +34,8 @@ def test_yaml_of_a_page_is_a_config_or_a_part_of_one(page: Path) -> None:
         assert document.problems == [] and check(whole) == [], text
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
-def test_a_page_outside_of_the_docs_links_to_files(page: str) -> None:
+def test_pages_outside_of_the_docs_link_to_files() -> None:
     """MkDocs sees to those of the docs."""
-    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", (ROOT / page).read_text())
-    assert links and [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())]
+    assert links and [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []

@@ -14,7 +14,7 @@ from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.model.build import load_config
 from deepstow.trainer.planning.facts import check_model, counted
 from deepstow.trainer.planning.from_config import check_options, plan_of
-from deepstow.trainer.run.pipeline_trainer import token_losses
+from deepstow.trainer.tasks.task import token_losses
 from tests.helpers.refused import lines_of
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config

@@ -21,12 +21,13 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.execution.base import Execution
 from deepstow.trainer.model.build import build, load_config
 from deepstow.trainer.run import export as export_module
 from deepstow.trainer.run import run as runs
 from deepstow.trainer.run.export import ExportError, export, model_card
 from deepstow.trainer.run.nonfinite import NonFinite
-from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
+from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.verify.verify import _tokenizer, random_run
 from tests.helpers import small_runs
 from tests.helpers.releases import HIGHEST_STAGE
@@ -43,12 +44,12 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
     trainer: Any = SimpleNamespace(
-        logits_of=lambda ids: PipelineTrainer.logits_of(trainer, ids),
+        logits_of=lambda ids: Trainer.logits_of(trainer, ids),
         accelerator=SimpleNamespace(unwrap_model=lambda wrapped, keep_torch_compile: wrapped),
         whole_state=lambda place: copies(model),
         model_wrapped=model,
         whole=model,
-        pipeline=None,
+        execution=Execution(),
         stowed=None,
         plan=SimpleNamespace(layout=None),
         args=SimpleNamespace(device="cpu", bf16=False, fp16=False, world_size=1),

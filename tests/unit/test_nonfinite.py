@@ -111,10 +111,11 @@ def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
 
     for scale, stowed, skipped in product((32768.0, 1.0, 0.5), (None, "the engine"), (True, False)):
         scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
-        accelerator = SimpleNamespace(scaler=scaler, stowed=stowed, last_norm=math.inf)
+        accelerator = SimpleNamespace(scaler=scaler, last_norm=math.inf)
         accelerator.optimizer_step_was_skipped = skipped
         args, state = SimpleNamespace(fp16=True, world_size=1), SimpleNamespace(global_step=1)
-        trainer = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None, state=state)
+        trainer = SimpleNamespace(accelerator=accelerator, stowed=stowed, last_loss=1.0, state=state)
+        trainer.log = lambda record: None
         trainer.not_finite = lambda step, what: NonFinite(f"{step}: {what}")
         stop: Any = StopNonFinite(trainer)
         ends = skipped and scale < 1.0

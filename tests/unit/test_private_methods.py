@@ -5,13 +5,11 @@ from pathlib import Path
 
 import transformers
 
-from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
-from deepstow.trainer.run.sequence_trainer import SequenceTrainer
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
 from deepstow.trainer.run.trainer import Trainer
 
 TESTS = Path(__file__).resolve().parents[1]
-OURS = (StowedTrainer, PipelineTrainer, SequenceTrainer, Trainer)
+OURS = (StowedTrainer, Trainer)
 # Of each method the module that overrides it, why, and the test that would notice a change.
 OVERRIDDEN = {
     "_save_checkpoint": (

@@ -12,6 +12,7 @@ import pytest
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
+from deepstow.trainer.execution.base import Execution
 from deepstow.trainer.run.checkpoint import WRITING, verified
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
@@ -208,7 +209,7 @@ def test_a_best_evaluation_without_a_checkpoint(
     monkeypatch.setattr(trainer_file.checkpoint, "verified", lambda folder: None)
     monkeypatch.setattr(trainer_file.training_state, "load_weights", lambda of, folder: found.append(folder.name))
     state = TrainerState(global_step=6, best_global_step=best, best_model_checkpoint=saved and str(tmp_path / saved))
-    trainer: Any = SimpleNamespace(settle=lambda: None, state=state, accelerator=SimpleNamespace(compressed=None))
+    trainer: Any = SimpleNamespace(settle=lambda: None, state=state, execution=Execution())
     trainer_file.Trainer._load_best_model(trainer)
     assert found == ([loaded] if loaded else [])
     assert of_best(config_in(tmp_path, data={"eval_fraction": 0.1}, **BEST), state, "{}") == said

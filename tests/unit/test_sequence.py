@@ -69,7 +69,7 @@ def test_the_grid() -> None:
 def test_ranks_of_a_row_draw_the_same_numbers_and_one_writes_their_state() -> None:
     grid = Grid(replicas=2, slices=2)
     ranks = [
-        SimpleNamespace(accelerator=SimpleNamespace(grid=grid), args=SimpleNamespace(process_index=n)) for n in range(4)
+        SimpleNamespace(execution=SimpleNamespace(grid=grid), args=SimpleNamespace(process_index=n)) for n in range(4)
     ]
     assert [_stream_of(rank) for rank in ranks] == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
 

@@ -36,7 +36,7 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
              others write --network. Where that share and the latency are from, and how far off they may be:
              strategies/planner/cluster.py.
     Update   32 bytes per parameter at that rate, but at most what the cores compute: 2.2 and 1.4 G parameters per
-             second and core for fp32 and bf16 gradients (measured: benchmarks/records/2026-11-21_cpu-update_2-core).
+             second and core for fp32 and bf16 gradients (measured: benchmarks/records/cpu-update.md).
 """
 
 from __future__ import annotations

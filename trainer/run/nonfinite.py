@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from transformers import TrainerCallback, TrainerState
 from deepstow.strategies.engine.tensors.nested import tensors_in
 from deepstow.strategies.engine.transfer.transfer import Event, Transfer, transfer_for
 from deepstow.trainer.errors import ExitCode, UserError
-from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
+
+if TYPE_CHECKING:
+    from deepstow.trainer.run.trainer import Trainer
 
 MINIMAL_SCALE = 1.0
 DEEPSPEED_SAYS = "Current loss scale already at minimum"
@@ -67,7 +69,7 @@ class StopNonFinite(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer, accelerator = self._trainer, self._trainer.accelerator
-        if accelerator.stowed is not None or accelerator.last_norm is None or args.fp16:  # DeepSpeed has a scale, too
+        if trainer.stowed is not None or accelerator.last_norm is None or args.fp16:  # DeepSpeed has a scale, too
             return
         self._look(waits=args.world_size > 1)
         norm = torch.as_tensor(accelerator.last_norm).detach()
@@ -117,7 +119,7 @@ class StopNonFinite(TrainerCallback):
         raise self._trainer.not_finite(step, f"the gradient norm is {norm}")
 
 
-def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
+def first_not_finite(trainer: Trainer, gradient: str | None) -> str:
     """What was not finite first, in words; to be called on every rank, since a forward may be a collective.
 
     The engine knows the name of a parameter whose ``gradient`` was not. Of a pipeline all stages look, and the first in
@@ -126,12 +128,16 @@ def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     gradients = iter([] if gradient is None else [f"the gradient of {gradient}"])
     if gradient is None and trainer.stowed is None and not trainer.is_deepspeed_enabled:
-        gradients = _bad_gradients(model, trainer.backward_again)
-    phases = ((1, _bad_weights(model)), (1, _bad_outputs(model, trainer.forward_again)), (-1, gradients))
+        gradients = _bad_gradients(model, partial(trainer.execution.backward_again, trainer))
+    phases = (
+        (1, _bad_weights(model)),
+        (1, _bad_outputs(model, partial(trainer.execution.forward_again, trainer))),
+        (-1, gradients),
+    )
     for order, phase in phases:
-        mine = (trainer.pipeline.position if trainer.pipeline else 0, next(phase, None))
+        mine = (trainer.execution.position, next(phase, None))
         found = [mine]
-        if trainer.pipeline is not None or trainer.accelerator.experts is not None:  # a forward is a collective
+        if trainer.execution.meets:
             found *= trainer.args.world_size
             torch.distributed.all_gather_object(found, mine)
         for _, what in sorted(found, key=lambda each: order * each[0]):

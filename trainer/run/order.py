@@ -48,6 +48,7 @@ from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.machine.profiles import known_rates
 from deepstow.trainer.model import attention, build, contents, mapped, parts, student, tying
 from deepstow.trainer.model import folder as folder_of_model
+from deepstow.trainer.model.adapters import loraplus
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import evaluation, facts, positions
 from deepstow.trainer.planning.fit import explained
@@ -395,6 +396,7 @@ def make_trainer(run: Run) -> Trainer:
     sample = [SampleText(prompt, training.sample_prompts or (), file, chats=chats)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     plan_check = _plan_check(run)
+    ratio = run.config.model.lr_ratio
     model: Any = make_model(run)
     if run.config.model.quantization_config is not None and run.plan.layout is None:
         model.to(arguments.device)  # Hugging Face leaves quantised models where they are
@@ -407,10 +409,11 @@ def make_trainer(run: Run) -> Trainer:
         **metrics.beside(options(run.config, model, run.tokenizer), run.config),
         meter=meter,
         plan=run.plan,
+        stage=run.stage,
         pour=run.pour,
         plan_check=plan_check,
         describe=partial(describe, run),
-        lr_ratio=run.config.model.lr_ratio,
+        make_optimizer=partial(loraplus, ratio=ratio) if ratio is not None else None,
         scores_alone=task.language and run.lesson is None,
         callbacks=[
             ProgressLine(whole=training.compute_metrics is not None),
@@ -435,12 +438,6 @@ def make_trainer(run: Run) -> Trainer:
         model_name = run.config.model.name_or_path or type(model).__name__
         trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))
     trainer.say_memory = run.applied.append
-    if run.stage is not None:
-        trainer.start_pipeline(run.stage)
-    if run.plan.facts.run.slices > 1:
-        trainer.start_sequence()
-    if deepspeed.clips_itself(run.plan):
-        trainer.accelerator.max_grad_norm = run.config.training.max_grad_norm
     return trainer
 
 

@@ -364,7 +364,7 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     step, log = trainer.state.global_step, trainer.state.log_history
     if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
-    with_exchange = trainer.loss_with_exchange() if run.prepared.eval is not None else None
+    with_exchange = trainer.loss_as_trained() if run.prepared.eval is not None else None
     folder = run.folder
     if run.over is not None:
         run.say(run.over)

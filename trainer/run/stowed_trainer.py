@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,8 @@ from deepstow.strategies.engine.forward.checkpointing import recompute
 from deepstow.strategies.engine.model_checks import not_in_kernels
 from deepstow.strategies.engine.updating.optim import class_of
 from deepstow.trainer.errors import CountingError, first_line, write_line
+from deepstow.trainer.execution.base import Execution
+from deepstow.trainer.execution.stowed import Stowed
 from deepstow.trainer.model.undisturbed import ForkError, in_fork, undisturbed
 from deepstow.trainer.planning.plan_for import plan_for, shape_of
 from deepstow.trainer.run import training_state
@@ -68,14 +69,12 @@ class StowedTrainer:
     stow_options: Mapping[str, Any] = {}
     say_memory: Callable[[str], None] = staticmethod(write_line)  # told of the arenas, a line each, on the first rank
     plan: Plan | None = None
-    pipeline: Any = None  # see ``pipeline_trainer.py``
+    execution: Execution
     args: Any
     model: Any
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
-    _batches: Sequence[Any] = ()  # the micro-batches of this step
-    _losses: list[torch.Tensor] | None = None  # of those that have run already
 
     @property
     def stows(self) -> bool:
@@ -85,19 +84,29 @@ class StowedTrainer:
     @property
     def whole(self) -> Any:
         """The model with all its names and shapes."""
-        return self.model
+        return self.execution.whole(self.model)
 
     @property
     def stowed(self) -> StowOptimizer | None:
         """The memory engine's optimizer, once training or evaluation has begun."""
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it where it scales the loss
+        inner = self.inner_optimizer
         return inner if isinstance(inner, StowOptimizer) else None
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer, without what Accelerate has wrapped it in."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Hugging Face's accelerator and turn it into a ``StowAccelerator``."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = StowAccelerator
+        self.execution = self.accelerator.execution = self.make_execution()
         self.gather_function = self.accelerator.gather_for_metrics  # ours, not the one that it was bound to
+
+    def make_execution(self) -> Execution:
+        """How steps are made."""
+        return Stowed()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Let the Trainer make its optimizer, plan with it, and give the model to the engine."""
@@ -116,16 +125,14 @@ class StowedTrainer:
         if self.args.torch_compile and not all(bucket.resident for bucket in self.plan.layout.buckets):
             # Compiled code does not fetch weights.
             raise ValueError("torch_compile=True: weights travel in this plan; say weights='resident', or leave it out")
-        made = stow(self.model, self.plan, groups, rule, device=self.args.device, **self.among_ranks())
+        others = self.execution.among_ranks(self.model)
+        made = stow(self.model, self.plan, groups, rule, device=self.args.device, **others)
+        self.execution.adopt(made)
         if self.args.process_index == 0:
             for line in made.engine.arena.owners():
                 self.say_memory(line)
         self.optimizer = made
         return made
-
-    def among_ranks(self) -> dict[str, Any]:
-        """What ``stow`` is told about other ranks, if the defaults are not right."""
-        return {}
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """A plan from the Trainer's arguments and the options. Raise ValueError if there is none that fits."""
@@ -234,23 +241,19 @@ class StowedTrainer:
                 raise ValueError(why)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; the micro-batches are kept where all of them pass a layer before the next."""
+        """As Hugging Face's; the execution is told of all micro-batches of the step."""
         batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        if self.stowed is not None and self.stowed.layers is not None:
-            self._batches, self._losses = list(batches), []
+        self.execution.begin_step(batches)
         return batches, count
 
-    def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> torch.Tensor:
-        """As Hugging Face's. Where micro-batches take turns in each layer, the first one of a step runs all of them."""
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **more: Any) -> torch.Tensor:
+        """As Hugging Face's, by the execution."""
         step = super().training_step  # type: ignore[misc]
-        if self.stowed is None or self.stowed.layers is None:
-            return step(model, inputs, *rest, **more)  # type: ignore[no-any-return]
-        if not self._losses:
-            window = self._batches if any(inputs is batch for batch in self._batches) else [inputs]
-            works = [partial(step, model, batch, *rest, **more) for batch in window]
-            with self.stowed.scaled_loss() as self.accelerator.divides_by:
-                self._losses = self.stowed.layers.run(works)
-        return self._losses.pop(0)
+
+        def one(batch: Any) -> torch.Tensor:
+            return step(model, batch, num_items_in_batch, **more)  # type: ignore[no-any-return]
+
+        return self.execution.training_step(one, inputs, num_items_in_batch)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As Hugging Face's, but a stowed model is not moved: the engine does that as planned.

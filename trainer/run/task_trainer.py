@@ -10,10 +10,9 @@ from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.data.report import MANY
 from deepstow.trainer.errors import DataError, warning
 from deepstow.trainer.model import attention, build
-from deepstow.trainer.run.pipeline_trainer import token_losses
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.tasks.table import TASKS
-from deepstow.trainer.tasks.task import loaded, mean_over_tokens
+from deepstow.trainer.tasks.task import loaded, mean_over_tokens, token_losses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

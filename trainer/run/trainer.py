@@ -1,6 +1,6 @@
 """What DeepStow changes in Hugging Face's Trainer, for ``deepstow train``.
 
-Memory engine and pipeline are in the classes that it is made of. Besides, the loss of an evaluation is the mean over
+What a step is, its execution knows (``trainer/execution``). Besides, the loss of an evaluation is the mean over
 *tokens*, so perplexity is right when lengths differ; our numbers are in every record before any callback sees it
 (``callbacks.py``); a run whose gradients are not finite ends (``nonfinite.py``); a checkpoint is a draft, sealed beside
 training, before it gets its name (``saving.py``, ``training_state.py``), and one that finds no space is one line, on
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,38 +28,36 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from deepstow.strategies.engine import NonFiniteError, StowOptimizer
-from deepstow.strategies.parallel import expert_parts, expert_zero
-from deepstow.strategies.plugins import exchanged, two_level
-from deepstow.strategies.plugins.local_steps import exchange_of
 from deepstow.strategies.state.commit import same_modes
 from deepstow.strategies.state.sealed import Damaged
 from deepstow.strategies.state.spans import WEIGHT
 from deepstow.trainer.errors import ConfigError, first_line, write_line
+from deepstow.trainer.execution.choice import execution_of
 from deepstow.trainer.model import apart, loss_terms
-from deepstow.trainer.model.adapters import loraplus
 from deepstow.trainer.model.mapped import Spilled
 from deepstow.trainer.run import checkpoint, saving, training_state
 from deepstow.trainer.run.appended import Mounted
 from deepstow.trainer.run.callbacks import EarlyStopping, Meter
 from deepstow.trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
-from deepstow.trainer.run.pipeline_trainer import PipelineTrainer
-from deepstow.trainer.run.sequence_trainer import SequenceTrainer
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
 from deepstow.trainer.tasks.task import scores
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
+    from deepstow.strategies.parallel.stages import Stage
+    from deepstow.trainer.execution.base import Execution, Place
     from deepstow.trainer.run.plan_check import PlanCheck
 
 
-class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trainer):
+class Trainer(StowedTrainer, transformers.Trainer):
     """``transformers.Trainer`` as one rank of a job.
 
     Args:
         meter, plan_check: also among the ``callbacks``.
+        stage: of the model, which this rank has; None: it has a whole one.
         pour: gives the stowed model its values; None: it has them.
         describe: what every checkpoint says about the run of a model.
-        lr_ratio: of LoRA+; None: adapters are trained without it.
+        make_optimizer: of a model, torch's class, ``decay`` and options; None: Hugging Face makes it.
         scores_alone: an evaluation needs the model's logits, and no loss of its own.
     """
 
@@ -70,21 +69,29 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         meter: Meter,
         plan: Plan,
         plan_check: PlanCheck | None,
+        stage: Stage | None = None,
         pour: Callable[[StowOptimizer], None] | None = None,
         describe: Callable[[Any], checkpoint.About],
-        lr_ratio: float | None = None,
+        make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scores_alone: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.meter, self.plan_check, self.plan, self._describe = meter, plan_check, plan, describe
-        self.lr_ratio, self._pour = lr_ratio, pour
+        self.meter = meter
+        self.plan_check = plan_check
+        self.plan = plan
+        self._stage = stage
+        self._pour = pour
+        self._describe = describe
+        self._make_optimizer = make_optimizer
         self.scores_alone = scores_alone
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
         self._best_loaded: Path | None = None  # the checkpoint whose weights were taken at the end
-        self._followed: Any = None  # the optimizer whose steps exchange
         super().__init__(*args, **kwargs)
+        self.execution.start(self)
+        if not self.execution.gives_logits:
+            self.preprocess_logits_for_metrics = None
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.output_dir = Path(str(self.args.output_dir))
@@ -103,10 +110,11 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         super().create_accelerator_and_postprocess()
         self.about = self._describe(self.model)  # the first moment at which it has all adapters
         self._adds_terms = loss_terms.switched_on(self.model.config) is not None
-        self.accelerator.grid, self.accelerator.experts = self.plan.facts.run.grid, expert_parts.of(self.model)
         self.accelerator.loading_s = float(self.args.ddp_timeout)
-        self.accelerator.two_level = two_level.exchange_of(self.plan)
-        self.accelerator.compressed = exchange_of(self.plan.facts.run.compression)
+
+    def make_execution(self) -> Execution:
+        """As the plan says."""
+        return execution_of(self.plan, self.model, self._stage)
 
     def get_tp_size(self) -> int:
         """How many ranks are given the same rows: all of one replica.
@@ -118,19 +126,15 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         return int(self.args.world_size) // self.plan.facts.run.replicas
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As Hugging Face's, with PEFT's groups where adapters are trained with LoRA+."""
-        if self.optimizer is None and self.lr_ratio is not None:
+        """As Hugging Face's, or the one that this Trainer was given a function for."""
+        if self.optimizer is None and self._make_optimizer is not None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = loraplus(self.model, kind, self.lr_ratio, self.args.weight_decay, **options)
+            self.optimizer = self._make_optimizer(self.model, kind, decay=self.args.weight_decay, **options)
         made = super().create_optimizer(*args, **kwargs)
-        if self.is_deepspeed_enabled and self.accelerator.experts is not None:
-            expert_zero.divide_groups(made)
         if self._pour is not None and self.stowed is not None:
             pour, self._pour = self._pour, None
             pour(self.stowed)
-        if self.accelerator.compressed is not None and self._followed is not made:
-            self._followed = made
-            self.accelerator.compressed.follow(made, self.model)
+        self.execution.follow(made, self.model)
         return made
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
@@ -145,8 +149,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         try:
             found = super().train(resume_from_checkpoint, *args, **kwargs)
             self.settle()
-            compressed = self.accelerator.compressed
-            if compressed is not None and (line := compressed.finish()) and self.args.process_index == 0:
+            if (line := self.execution.finish()) and self.args.process_index == 0:
                 write_line(line)
             return found
         except NonFiniteError as error:
@@ -229,11 +232,31 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             if self.args.average_tokens_across_devices:
                 parts *= self.accelerator.num_processes // self.get_tp_size()
             num_items_in_batch = num_items_in_batch / parts
+        compute = partial(super().compute_loss, model)
         with self.plan_check.counting(model, self.state.global_step) if self.plan_check else nullcontext():
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            found = self.execution.loss(compute, inputs, outputs=return_outputs, num_items=num_items_in_batch)
         if parts == 1:
             return found
         return (found[0] / parts, found[1]) if return_outputs else found / parts
+
+    def prediction_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's, by the execution."""
+        predict = super().prediction_step
+
+        def one(batch: Any) -> Any:
+            return predict(model, batch, *args, **kwargs)
+
+        return self.execution.predict(one, model, inputs)
+
+    def logits_of(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The logits that forward gives for a row of tokens, without gradients, on every rank; a collective."""
+        model = self.model_wrapped
+        was_training = model.training
+        model.eval()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = self.execution.logits(model, {name: ids.to(self.args.device) for name, ids in given.items()})
+        model.train(was_training)
+        return logits.float().cpu()
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
         """As Hugging Face's, with our numbers; no record of a training that did not take place."""
@@ -243,31 +266,24 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             if "train_loss" in logs and self.args.world_size > 1:  # its steps since the last record are of one rank
                 each = torch.tensor([logs["train_loss"]], dtype=torch.float64, device=self.args.device)
                 logs["train_loss"] = self.accelerator.gather(each).mean().item()
-            if "loss" in logs and self.accelerator.experts is not None:
-                logs.update(self.accelerator.experts.figures())
+            if "loss" in logs:
+                logs.update(self.execution.figures())
             super().log(logs, *rest, **more)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's, but it draws no random number of training's: its loader would."""
         self.stop_non_finite.settle()
-        with torch.random.fork_rng(devices=[]), self._outer_weights():
+        with torch.random.fork_rng(devices=[]), self.execution.evaluating():
             return super().evaluate(*args, **kwargs)
 
-    def _outer_weights(self) -> AbstractContextManager[None]:
-        compressed = self.accelerator.compressed
-        return nullcontext() if compressed is None else compressed.outer_weights()
-
-    def loss_with_exchange(self) -> float | None:
-        """Of an evaluation in which tensor ranks exchange what they do in training; None: they exchange all."""
-        if (exchange := exchanged.exchange_of(self.model)) is None:
+    def loss_as_trained(self) -> float | None:
+        """Of an evaluation that computes as training does; None: evaluations do."""
+        within = self.execution.as_trained(self.model)
+        if within is None:
             return None
-        exchange.evaluates = True
-        try:
-            with torch.random.fork_rng(devices=[]):
-                rows: Any = self.get_eval_dataloader()
-                return float(self.evaluation_loop(rows, "Evaluation", metric_key_prefix="x").metrics["x_loss"])
-        finally:
-            exchange.evaluates = False
+        with within, torch.random.fork_rng(devices=[]):
+            rows: Any = self.get_eval_dataloader()
+            return float(self.evaluation_loop(rows, "Evaluation", metric_key_prefix="x").metrics["x_loss"])
 
     # --- loading a checkpoint ----------------------------------------------------------------------------------------
 
@@ -298,8 +314,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
                 raise ConfigError(f"{key}: {best} cannot be loaded: damaged: {damaged}") from None
             training_state.load_weights(self, best)
             self._best_loaded = best
-            if self.accelerator.compressed is not None:
-                self.accelerator.compressed.resumed()
+            self.execution.resumed()
 
     def origin(self) -> tuple[Path | None, Path | None]:
         """Where the weights are saved as they are now: the checkpoint of the last step, which this run has saved or
@@ -317,25 +332,34 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         Where ranks have parts of the weights they are gathered first, which is a collective in every release. Weights
         that are not in memory are made one by one, in a file; adapters need none of their base.
         """
-        folder, stowed = Path(output_dir or self.output_dir), self.stowed
+        folder = Path(output_dir or self.output_dir)
         spilled = Spilled(folder)
-        if self.pipeline is not None or self.accelerator.experts is not None or self.accelerator.grid.tensor > 1:
-            state = self.whole_state(spilled)
-        elif stowed is not None and stowed.makes_copies:
-            adapters = hasattr(self.whole, "peft_config")
-            state = stowed.gathered(keep=bool(self.args.should_save), place=spilled, base=not adapters)
-        else:
+        whole = self.accelerator.unwrap_model(self.whole)
+        base = not hasattr(whole, "peft_config")
+        state = self.execution.gathered(
+            self.accelerator.unwrap_model(self.model_wrapped),
+            keep=bool(self.args.should_save),
+            place=spilled,
+            base=base,
+        )
+        if state is None:
             super().save_model(str(folder), _internal_call)
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
         spilled.settle()
         if self.args.should_save:
             pieces = Spilled(folder)
-            apart.save(self.accelerator.unwrap_model(self.whole), folder, state, pieces)
+            apart.save(whole, folder, state, pieces)
             spilled.refuse_damaged()
             self.spilled_bytes = spilled.num_bytes + pieces.num_bytes
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
+
+    def whole_state(self, place: Place | None = None) -> dict[str, torch.Tensor]:
+        """The state dict of the whole model on the first rank, on others nothing or parts of it; a collective.
+        ``place``: puts a tensor of which ranks have parts where it stays; by default that is memory.
+        """
+        return dict(self.accelerator.get_state_dict(self.model_wrapped, place=place) or {})
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write a draft on all ranks, and have it committed beside training; a collective."""
@@ -346,11 +370,10 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self.store_flos()
 
         def write(draft: Path) -> None:
-            with self._outer_weights():
+            with self.execution.evaluating():
                 self.save_model(str(draft), _internal_call=True)
                 training_state.save(self, draft)
-            if self.accelerator.compressed is not None:
-                self.accelerator.compressed.save(draft, self.args.process_index)
+            self.execution.save(draft, self.args.process_index)
             training_state.save_random_state(self, draft)
 
         try:

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepstow.strategies.engine import StowOptimizer
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.saving import state_file
 from deepstow.strategies.parallel.tensor_shards import whole_shape
@@ -60,33 +59,6 @@ def _misfits() -> Iterator[None]:
         raise Misfit(str(error).splitlines()) from None
 
 
-def holder_of(trainer: Any) -> Any:
-    """The training state of a trainer, wherever its strategy keeps it: a ``Holder`` that can also write weights."""
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may wrap it
-    if trainer.pipeline is not None:
-        from deepstow.strategies.parallel.pipeline_state import EnginesStage, pipeline_state
-
-        writes = trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0
-        if isinstance(inner, StowOptimizer):
-            return EnginesStage(inner, trainer.pipeline, writes=writes)
-        return pipeline_state(inner, trainer.pipeline, trainer.gradients, trainer.shares, writes=writes)
-    if isinstance(inner, StowOptimizer) and trainer.accelerator.grid.tensor > 1:
-        from deepstow.strategies.parallel.tensor_engine import EnginesParts
-
-        return EnginesParts(inner, writes=trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0)
-    if isinstance(inner, StowOptimizer):
-        return state_file.EngineState(inner.access, writes=trainer.args.should_save)
-    if trainer.is_deepspeed_enabled:
-        from deepstow.strategies.parallel.deepspeed_state import DeepSpeedState
-
-        return DeepSpeedState(trainer.model_wrapped, trainer.model)
-    if trainer.accelerator.experts is not None and not trainer.is_deepspeed_enabled:
-        return trainer.accelerator.experts.state(inner, trainer.model)
-    from deepstow.strategies.state.torch_state import plain_state
-
-    return plain_state(inner, trainer.model, writes=trainer.args.should_save)
-
-
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +66,7 @@ def save(trainer: Any, checkpoint: Path) -> None:
     """Write what this rank holds, after the model's files have been written. Ranks do not wait for each other. Raise
     OSError if it cannot be written, ValueError if something has no place in the format.
     """
-    args, holder, folder = trainer.args, holder_of(trainer), checkpoint / OPTIMIZER
+    args, holder, folder = trainer.args, trainer.execution.holder(trainer), checkpoint / OPTIMIZER
     folder.mkdir(parents=True, exist_ok=True)
     is_first = args.process_index == 0
     more = list(_not_in_files(trainer, checkpoint, holder, writes=is_first))
@@ -119,7 +91,7 @@ def opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, W
 def save_stowed(trainer: Any, checkpoint: Path) -> None:
     """The same for a trainer that does not seal its checkpoints: files have hashes of their own."""
     if trainer.args.should_save:
-        holder = holder_of(trainer)
+        holder = trainer.execution.holder(trainer)
         more = list(_not_in_files(trainer, checkpoint, holder, writes=True))
         state_file.save(holder, checkpoint / OPTIMIZER, more, _extra(trainer, holder))
         save_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler)
@@ -220,12 +192,11 @@ def _model_files(checkpoint: Path) -> list[Path]:
 @_misfits()
 def load(trainer: Any, checkpoint: Path) -> None:
     """Take over weights, optimizer, loss scale and schedule. A Misfit, if they do not fit, has changed nothing."""
-    holder: Any = holder_of(trainer)
+    holder: Any = trainer.execution.holder(trainer)
     saved, weights = opened(trainer, checkpoint, holder)
-    if trainer.accelerator.compressed is not None:
-        line = trainer.accelerator.compressed.load(checkpoint, trainer.args.process_index)
-        if line and trainer.args.process_index == 0:
-            write_line(line)
+    line = trainer.execution.load(checkpoint, trainer.args.process_index)
+    if line and trainer.args.process_index == 0:
+        write_line(line)
     holder.fill(saved)
     _fill_weights(holder, trainer.model, weights)
     scale, steps = saved.extra.get("loss_scale"), int(saved.extra.get("steps", 0))
@@ -238,14 +209,13 @@ def load(trainer: Any, checkpoint: Path) -> None:
         kept = scaler.state_dict()
         scaler.load_state_dict({**kept, "scale": scale["scale"], "_growth_tracker": int(scale["held"])})
     load_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler, saved.param_groups)
-    if trainer.accelerator.compressed is not None:
-        trainer.accelerator.compressed.resumed()
+    trainer.execution.resumed()
 
 
 @_misfits()
 def load_weights(trainer: Any, checkpoint: Path) -> None:
     """Take over weights and masters alone, as of the best evaluation. Raise Misfit if they do not fit."""
-    _fill_weights(holder_of(trainer), trainer.model, opened(trainer, checkpoint)[1])
+    _fill_weights(trainer.execution.holder(trainer), trainer.model, opened(trainer, checkpoint)[1])
 
 
 @torch.no_grad()
@@ -317,7 +287,7 @@ def _stream_of(trainer: Any) -> tuple[int, int, bool]:
     """Which of how many sequences of random numbers this rank draws from, and whether it writes its state. Ranks of one
     copy of the model draw the same numbers.
     """
-    grid, rank = trainer.accelerator.grid, trainer.args.process_index
+    grid, rank = trainer.execution.grid, trainer.args.process_index
     if grid.is_plain:
         return rank, trainer.args.world_size, True
     cell = grid.cell(rank)

@@ -196,6 +196,13 @@ def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([losses, targets.ne(MASKED).sum(dim=1).float()], dim=1)
 
 
+def token_losses(logits: Tensor | tuple[Any, ...], labels: Tensor) -> Tensor:
+    """``losses_of`` the next tokens. Other outputs may come with the logits, as a router's loss does, before them."""
+    found = logits if isinstance(logits, tuple) else (logits,)
+    scored = next(each for each in found if getattr(each, "ndim", 0) == 3)
+    return losses_of(scored[:, :-1], labels[:, 1:])
+
+
 def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
     """Metrics of an evaluation; Hugging Face puts its prefix before them, and this loss in the place of its own."""
     rows: Any = prediction.predictions  # what was made of each sequence: summed loss and number of tokens, [N, 2]

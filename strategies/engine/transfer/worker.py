@@ -4,7 +4,7 @@ Work is taken in order of priority (a bucket's position in forward), because the
 first, whatever order backward finished them in. The kernels of an update use all cores but one, which Python and the
 data loader need. ``torch.set_num_threads`` in a thread holds for that thread, but becomes the default of threads that
 start later; so the thread that made the worker sets its own number again. If the device is the CPU itself, a second
-team of threads costs more than it gains (benchmarks/records/2026-11-21_cpu-update_2-core): work runs when submitted.
+team of threads costs more than it gains (benchmarks/records/cpu-update.md): work runs when submitted.
 """
 
 from __future__ import annotations

@@ -1,0 +1,45 @@
+"""Which way a run makes its steps: the plan says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepstow.strategies.parallel import deepspeed, expert_parts
+from deepstow.strategies.plugins import two_level
+from deepstow.strategies.plugins.local_steps import exchange_of
+from deepstow.trainer.execution.base import Execution
+from deepstow.trainer.execution.exchange import Exchanging, TwoLevel
+from deepstow.trainer.execution.experts import Experts
+from deepstow.trainer.execution.pipeline import Pipeline
+from deepstow.trainer.execution.sequence import Sliced
+from deepstow.trainer.execution.stowed import Stowed
+from deepstow.trainer.execution.tensor import Tensors
+from deepstow.trainer.execution.zero import Zero
+
+if TYPE_CHECKING:
+    from deepstow.strategies.core.plan import Plan
+    from deepstow.strategies.parallel.stages import Stage
+
+
+def execution_of(plan: Plan, model: Any, stage: Stage | None) -> Execution:
+    """What trains ``model``, or a ``stage`` of it; a collective."""
+    run = plan.facts.run
+    exchange = two_level.exchange_of(plan)
+    found: Execution
+    if plan.layout is not None:
+        found = Stowed(run.grid)
+    elif plan.engine():
+        found = Zero(run.grid, run.max_grad_norm if deepspeed.clips_itself(plan) else None, exchange)
+    else:
+        found = Execution(run.grid)
+        if exchange is not None:
+            found = TwoLevel(found, exchange)
+    if stage is not None:
+        found = Pipeline(found, stage, plan)
+    elif run.grid.tensor > 1:
+        found = Tensors(found)
+    if (parts := expert_parts.of(model)) is not None:
+        found = Experts(found, parts)
+    if (compressed := exchange_of(run.compression)) is not None:
+        found = Exchanging(found, compressed)
+    return Sliced(found) if run.slices > 1 else found
