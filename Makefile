@@ -67,11 +67,12 @@ $(CUDA)/.ready: pyproject.toml constraints.txt .ci/setup $(FAKE)/constraints.txt
 faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k launcher" chooses some
 	OMP_NUM_THREADS=1 python -m pytest tests/faults/full/test_*.py -n 2 --dist loadfile --durations=20 $(CASES)
 
-lint: $(READY) ## format, lint and type checks
+lint: $(READY) ## format, lint, type checks, and dead links of the docs
 	ruff format --check .
 	ruff check .
 	lint-imports --no-logo --no-cache
 	mypy
+	mkdocs build --quiet --strict --config-file .ci/mkdocs.yml
 
 format: $(READY) ## format the code
 	ruff format .

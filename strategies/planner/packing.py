@@ -3,7 +3,7 @@
 A piece has a size and the half-open ranges of ticks at which it is alive: a bucket that leaves and comes back has two,
 and one address for both. Pieces that are alive together do not overlap. The bytes alive at the worst tick are a lower
 bound, which cannot always be met: of a known instance of eight pieces it is 4, and 5 are needed
-(``tests/unit/test_planner_packing.py``).
+(``tests/unit/test_addresses.py``).
 
 The problem is NP-hard: a portfolio of orders {size, area, duration, start} x {first fit, best fit} is tried until the
 lower bound is met. For 200 random pieces it is 4 to 5 % above the bound. Pieces of one size with one range each meet

@@ -5,9 +5,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from random import Random
 
-from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import Site
-from deepstow.strategies.planner.problem import Eviction, Gap, Link, Problem, Tick, Update, Weight, at_need, memory
+from deepstow.strategies.planner.problem import Eviction, Gap, Link, Problem, Tick, Weight, at_need, memory
 from deepstow.strategies.planner.simulate import reload_period
 from deepstow.strategies.planner.weight_schedule import issue
 
@@ -75,28 +73,6 @@ def _budgeted(problem: Problem, random: Random) -> Problem:
 def span(problem: Problem) -> tuple[int, int]:
     """The least budget with a plan, and the budget for which nothing has to leave."""
     return max(memory(problem, at_need(problem.gaps))), max(problem.all_present)
-
-
-def updated(problem: Problem, seed: int) -> Problem:
-    """The problem with updates at random sites."""
-    random = Random(f"updated {seed}")
-    items = [replace(item, update=_update(item, random)) for item in problem.weights]
-    in_backward = random.choice([True, False])
-    link = replace(problem.link, duplex=random.choice([1.0, 0.7]))
-    return replace(
-        problem, weights=tuple(items), in_backward=in_backward, accumulation=random.choice([1, 2]), link=link
-    )
-
-
-def _update(item: Weight, random: Random) -> Update | None:
-    site = random.choice([Site.DEVICE, Site.HOST, Site.STREAMED, Site.NONE])
-    if site is Site.NONE:
-        return None
-    grad_tier = Tier.DEVICE if site is Site.DEVICE else random.choice(list(Tier))
-    seconds = random.uniform(0.05, 1)
-    return Update(
-        site=site, seconds=seconds, grad_bytes=item.num_bytes, state_bytes=6 * item.num_bytes, grad_tier=grad_tier
-    )
 
 
 def best_gaps(problem: Problem) -> float:

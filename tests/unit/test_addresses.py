@@ -1,13 +1,17 @@
 """Addresses: slots for what takes turns, by size; that nothing is wasted is asked in ``test_offload.py``."""
 
+from collections.abc import Sequence
 from itertools import combinations
+from random import Random
+from statistics import mean
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, Site
 from deepstow.strategies.planner.addresses import place, size_classes, slot_pools
+from deepstow.strategies.planner.packing import Packing, Piece, max_live, pack
 from tests.helpers.layouts import bucket, layout
 
 
@@ -51,3 +55,121 @@ def test_classes_need_the_fewest_bytes_and_one_more_costs_at_most_itself(
 def test_scratch_comes_last() -> None:
     addresses = place(layout(bucket("a", "layers.0", 1000, dtype="bfloat16")))
     assert addresses.of("", Item.SCRATCH).end == addresses.num_bytes(Tier.DEVICE)
+
+
+# Packing: against its lower bound, and against all packings
+
+# Eight pieces that are never more than 4 bytes at once and need 5.
+SPANS = ((0, 1), (0, 2), (1, 4), (1, 3), (2, 3), (2, 4), (3, 5), (4, 5))
+GAP = [Piece(size, (span,)) for size, span in zip((2, 2, 1, 1, 1, 1, 2, 2), SPANS, strict=True)]
+
+
+def pieces(seed: int, number: int, steps: int = 100, most: int = 100) -> list[Piece]:
+    """One range each; half of the seeds have many short ones."""
+    random = Random(f"pieces {seed}")
+    found = []
+    for _ in range(number):
+        start = random.randrange(steps)
+        length = random.randint(1, steps - start) if seed % 2 else min(steps - start, 1 + int(random.expovariate(0.1)))
+        found.append(Piece(random.randint(1, most), ((start, start + length),)))
+    return found
+
+
+def packing_errors(pieces: Sequence[Piece], offsets: Sequence[int], arena: int, align: int = 1) -> list[str]:
+    """Everything wrong with ``offsets`` in an arena of so many bytes, by comparing every pair."""
+    found = []
+    for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
+        if offset < 0 or offset + piece.num_bytes > arena:
+            found.append(f"piece {index}: lies outside the arena")
+        if offset % align:
+            found.append(f"piece {index}: is not aligned")
+        for other, theirs in enumerate(offsets[:index]):
+            overlap = theirs < offset + piece.num_bytes and offset < theirs + pieces[other].num_bytes
+            if overlap and any(a < d and c < b for a, b in piece.spans for c, d in pieces[other].spans):
+                found.append(f"piece {index} overlaps piece {other}")
+    return found
+
+
+def smallest(pieces: Sequence[Piece]) -> Packing:
+    """The smallest arena of all packings in which each piece lies at 0 or on a piece that is there with it, placed in
+    order of offset; fine for about ten pieces.
+    """
+    best = pack(pieces)
+    met = [
+        [any(a < d and c < b for a, b in piece.spans for c, d in other.spans) for other in pieces] for piece in pieces
+    ]
+
+    def branch(offsets: dict[int, int], lowest: int) -> None:
+        nonlocal best
+        if len(offsets) == len(pieces):
+            arena = max(offset + pieces[index].num_bytes for index, offset in offsets.items())
+            best = Packing(tuple(offsets[index] for index in range(len(pieces))), arena, best.bound)
+        for index, piece in enumerate(pieces):
+            below = (offset + pieces[other].num_bytes for other, offset in offsets.items() if met[index][other])
+            offset = max(below, default=0)
+            fits = lowest <= offset and offset + piece.num_bytes < best.arena
+            if index not in offsets and fits and best.arena > best.bound:
+                branch({**offsets, index: offset}, offset)
+
+    branch({}, 0)
+    return best
+
+
+def test_uniform_sizes_meet_the_bound() -> None:
+    for seed in range(300):
+        random = Random(f"uniform {seed}")
+        them = [Piece(7, piece.spans) for piece in pieces(seed, random.randint(1, 40), steps=random.randint(2, 60))]
+        made = pack(them)
+        assert made.arena == made.bound == max_live(them)
+        assert packing_errors(them, made.offsets, made.arena, align=7) == []
+
+
+def test_general_sizes_come_close_to_the_bound() -> None:
+    """The bar: 200 pieces, mean 1.06 of the largest amount alive."""
+    ratios = []
+    for seed in range(8):
+        them = pieces(seed, 200)
+        made = pack(them)
+        assert packing_errors(them, made.offsets, made.arena) == []
+        ratios.append(made.arena / made.bound)
+    assert mean(ratios) <= 1.06
+    assert max(ratios) <= 1.10
+
+
+def test_the_bound_cannot_always_be_met() -> None:
+    assert max_live(GAP) == 4
+    assert pack(GAP).arena == 5
+    assert smallest(GAP).arena == 5
+
+
+def test_against_all_packings() -> None:
+    ratios = []
+    for seed in range(200):
+        them = pieces(seed, 4 + seed % 5, steps=8, most=9)
+        best = smallest(them)
+        assert packing_errors(them, best.offsets, best.arena) == []
+        ratios.append(pack(them).arena / best.arena)
+    assert min(ratios) == 1.0
+    assert mean(ratios) <= 1.002
+
+
+def test_two_stays_have_one_address() -> None:
+    """There on 0-1 and 3-4, with another on 1-3 and a third all the time."""
+    them = [Piece(5, ((0, 1), (3, 4))), Piece(5, ((1, 3),)), Piece(2, ((0, 4),))]
+    made = pack(them)
+    assert made.arena == made.bound == 7
+    assert made.offsets[0] == made.offsets[1]
+    assert packing_errors(them, made.offsets, made.arena) == []
+
+
+def test_nothing_needs_nothing() -> None:
+    assert pack([]) == Packing((), 0, 0)
+    assert pack([Piece(0, ((0, 1),))]) == Packing((0,), 0, 0)
+
+
+@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_the_order_of_pieces_does_not_matter(seed: int, random: Random) -> None:
+    them = pieces(seed, 12, steps=10, most=9)
+    mixed = random.sample(them, len(them))
+    assert pack(them).arena == pack(mixed).arena

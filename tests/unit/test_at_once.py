@@ -1,9 +1,5 @@
-"""Adam's calls of many chunks in one: the bits of torch's own calls, and no need of Python's lock between them."""
+"""Adam's calls of many chunks in one: the bits of torch's own calls."""
 
-import sys
-import threading
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +9,6 @@ from torch import nn
 from deepstow.strategies.engine.updating.optim import Operands, UpdateRule, class_of
 
 CHUNKS, SIZE = 64, 1 << 16
-
-
-@pytest.fixture
-def long_turns() -> Iterator[None]:
-    """A thread that has Python's lock keeps it until it calls something that leaves it."""
-    before = sys.getswitchinterval()
-    yield
-    sys.setswitchinterval(before)
 
 
 def operands(rule: UpdateRule, *, mixed: bool) -> list[Operands]:
@@ -58,24 +46,3 @@ def test_bits_are_those_of_torchs_optimizer(kind: str, options: dict[str, Any], 
             assert optimizer.state[param]["step"] == on.steps[at]
             for name, ours in zip(rule.names, on.state, strict=True):
                 assert torch.equal(optimizer.state[param][name], ours[at])
-
-
-@pytest.mark.usefixtures("long_turns")
-def test_they_do_not_wait_for_a_thread_that_keeps_pythons_lock() -> None:
-    rule = UpdateRule("AdamW", fused=True)
-    calls = operands(rule, mixed=True)
-    first, last = (calls[at].params[0].numpy() for at in (0, -1))
-    changed, group = False, rule.defaults()
-    for _ in range(2):  # in which it is compiled
-        rule.update_all(calls[:1], group, torch.tensor(0.5))
-    before = first[0], last[0]
-    worker = threading.Thread(target=rule.update_all, args=(calls, group, torch.tensor(0.5)))
-    sys.setswitchinterval(1000.0)
-    worker.start()
-    while first[0] == before[0]:  # leaves the lock to the worker
-        time.sleep(0)
-    until_s = time.monotonic() + 10
-    while not changed and time.monotonic() < until_s:  # keeps it
-        changed = last[0] != before[1]
-    worker.join()
-    assert changed

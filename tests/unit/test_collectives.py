@@ -11,13 +11,12 @@ from deepstow.strategies.collectives import Collectives
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts
 from deepstow.strategies.core.protocol import Refusal
-from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from deepstow.strategies.planner.two_level import GATHERS, best, phases
 from deepstow.strategies.plugins.two_level import average_gradients
 from deepstow.strategies.report import plan_table
-from tests.helpers.fakes import block, embedding, facts, refusals_of, run_facts
+from tests.helpers.fakes import block, embedding, facts
 from tests.unit.test_rates import some_rates
 
 SIZE = 1 << 24
@@ -80,26 +79,6 @@ def test_refused() -> None:
         assert line.endswith(": machines have 3 and 1 ranks; start as many on each, or leave it out")
     assert not list(each.refuses_machines([0, 0, 2, 2]))
     assert "not neighbours" in str(*each.refuses_machines([0, 2, 0, 2]))
-
-
-@pytest.mark.parametrize(
-    ("others", "what"),
-    [
-        ({"zero": {"stage": 2}}, "cannot go with strategies.zero.stage = 2"),
-        ({"tensor": {"degree": 2}}, "cannot go with strategies.tensor"),
-        ({"pipeline": {"stages": 2}}, "cannot go with strategies.pipeline"),
-        ({"sequence": {"degree": 2}}, "cannot go with strategies.sequence"),
-        ({"experts": {"degree": 2}}, "cannot go with strategies.experts"),
-        ({"offload": {"reduction": "fast"}, "zero": {"stage": 2}}, "leave reduction out"),
-        ({"zero": {"stage": 2}, "offload": {}}, ""),
-        ({"zero": {"stage": 0}}, ""),
-        ({"offload": {}}, ""),
-    ],
-)
-def test_refused_beside_others(others: dict[str, Any], what: str) -> None:
-    strategies = {name: find(name).model_validate(options) for name, options in others.items()}
-    found = refusals_of("collectives", {"collectives": Collectives(), **strategies}, run_facts(world_size=4))
-    assert len(found) == bool(what) and all(what in each for each in found)
 
 
 def test_where_a_rank_has_no_gradient_it_gives_zeros() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from deepstow.benchmarks import gpu_bars, gpu_check, gpu_engine, gpu_measure
 from deepstow.benchmarks.gpu_check import Call, Step
@@ -18,8 +17,6 @@ from deepstow.launch import bench
 from deepstow.strategies.core.facts import Rates
 from deepstow.trainer.machine import profiles
 from deepstow.trainer.machine.probe import probe
-from tests.helpers.grid import FP32
-from tests.helpers.models import build
 
 SAYS = "print('{\"case\": 1}', flush=True); print('{no JSON'); print('words'); "
 HANGS = (
@@ -111,13 +108,6 @@ def test_commands_are_accepted_and_fit_into_nine_minutes(
     assert [bool(gpu_engine.trials(gpu_engine.parser().parse_args(command))) for command in engine] == [True] * 4
 
 
-def test_cases_at_a_real_width_have_all_that_a_case_of_the_grid_has() -> None:
-    row, _ = gpu_engine.wide(1)[0]
-    assert set(next(iter(FP32.rows()))) - set(row) == {"transfer"}, "which is given"
-    with torch.device("meta"):
-        assert build("wide").config.hidden_size == 2048
-
-
 def test_no_case_is_no_result() -> None:
     """An error is one, and so is plain training that differs from itself; but not under ``--noise``, whose question
     that is."""
@@ -191,20 +181,3 @@ def test_bars() -> None:
         "16k, ours-budget: predicted over measured step": (0.8, False),
         "16k, ours-budget: device memory over the budget": (1.0, True),
     }
-
-
-def test_the_summary_explains_what_has_no_figure() -> None:
-    """The newest result of each step; one that cannot run, and one that was killed at its limit."""
-    end = {"part": "2", "seconds": 9.0, "limit_s": 120.0, "last": "words"}
-    old, new = ({"part": "2", "step": "8k, plain", "found": ran(seconds)} for seconds in (9.0, 1.0))
-    rows = [
-        old,
-        new,
-        end | {"step": "8k, plain", "rc": 0},
-        {"part": "2", "step": "8k, superoffload", "found": {"failed": "needs a CUDA GPU"}},
-        end | {"step": "8k, superoffload", "rc": 0},
-        end | {"step": "8k, deepspeed-zero2", "rc": -6, "seconds": 121.0},
-    ]
-    told = gpu_bars.summary(rows, [("2", "8k, ours-budget"), ("2", "8k, plain")])
-    assert "8,192 tokens/s, 1.000 s a step" in told and "failed: needs a CUDA GPU" in told
-    assert "not finished after 120 s" in told and told.count("left out") == 1

@@ -1,15 +1,11 @@
-"""How many kernels a device is given one by one for backward, counted by hand, and what a plan makes of it."""
+"""How many kernels a device is given one by one for backward, counted by hand."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core.facts import Unit, UnitKind
-from deepstow.strategies.core.plan import Plan
-from deepstow.strategies.report import explain
 from deepstow.trainer.model.stubs import fake_tensors
 from deepstow.trainer.model.temporaries import count
-from tests.helpers.fakes import facts
 
 
 class Layer(nn.Module):
@@ -46,11 +42,3 @@ def test_kernels_of_backward(frozen: bool) -> None:
         found = count(model, lambda: model(x))
     assert [unit.launches for unit in found.units()] == [1, *[2] * 5, 1]
     assert [unit.launches_back for unit in found.units()] == [2, *[2 if frozen else 3] * 5, 2]
-
-
-def test_both_are_said() -> None:
-    unit = Unit("layers.0", UnitKind.BLOCK, 1, 1, launches=3, launches_back=5)
-    *_, last = explain.lines(Plan.baseline(facts(unit)), "layers.0")
-    assert last == "operators of a micro-batch that are launched one by one: forward 3, backward 5"
-    unknown = explain.lines(Plan.baseline(facts(Unit("layers.0", UnitKind.BLOCK, 1, 1))), "layers.0")
-    assert not any("launched" in line for line in unknown)

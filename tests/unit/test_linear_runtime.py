@@ -130,9 +130,3 @@ def test_autocast(routes: Routes) -> None:
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
-
-
-def test_other_layers_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.LayerNorm(3))
-    with pytest.raises(ValueError, match="0 is LayerNorm"):
-        route(model, {"0": BOTH})

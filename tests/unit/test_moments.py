@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepstow.strategies.core.facts import Precision, RunFacts, Tier
 from deepstow.strategies.core.formats import FORMATS
 from deepstow.strategies.core.layout import Item, Site, needs
+from deepstow.strategies.engine import codecs
+from deepstow.strategies.engine.codecs import WEIGHTS, once_encoded
 from deepstow.strategies.offload import Offload
-from tests.helpers.engine import adamw
 from tests.helpers.fakes import refusals_of
 from tests.helpers.layouts import bucket, layout
-from tests.helpers.moments import OneParameter, rounding_adamw
+from tests.helpers.moments import OneParameter
 
 KINDS = [name for name, rests in FORMATS.items() if "moments" in rests.uses and name != "fp32"]
 
@@ -97,58 +98,6 @@ def test_errors_in_int8_are_bounded_by_the_block() -> None:
     assert (square[256:512] == 0).all() and (square[512:] > 0).all()
 
 
-@pytest.mark.slow  # its import takes seconds
-@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
-def test_errors_in_int8_beside_those_of_bitsandbytes(spread: float) -> None:
-    """At most four times those of its dynamic maps, for normal numbers and for ones of very different sizes, where its
-    second moments become zero and ours do not. Ours are rounded stochastically, its to the nearest.
-    """
-    functional = pytest.importorskip("bitsandbytes.functional")
-    generator = torch.Generator().manual_seed(3)
-    first, second, *logs = torch.randn(4, 4096, generator=generator)
-    values = [first * (spread * logs[0]).exp(), second.square() * (spread * logs[1]).exp()]
-    one = OneParameter("int8", "a", 4096)
-    one.put(values)
-    for signed, value, ours in zip((True, False), values, one.get(), strict=True):
-        code = functional.create_dynamic_map(signed=signed)
-        theirs = functional.dequantize_blockwise(*functional.quantize_blockwise(value, code=code, blocksize=256))
-        of_update = (lambda x: x) if signed else torch.sqrt
-        errors = [(of_update(other) - of_update(value)).norm() for other in (ours, theirs)]
-        assert errors[0] < 4 * errors[1], (signed, errors)
-
-
-@pytest.mark.parametrize("times", [1, 100, 1000])
-def test_an_input_that_is_much_larger_than_the_others(times: int) -> None:
-    """One feature of 256 is so many times larger, so each block of the gradients has one such number. What 300 updates
-    did to the weights differs from fp32's by a part of it: 0.08, 0.12 and up to 0.74 in
-    benchmarks/records/moments.md, where multiples of a step in the place of squares have 0.09, 0.5 and 2.3.
-    """
-    exact, start = trained_on(times, None)
-    found, _ = trained_on(times, "int8")
-    moved = torch.cat([(one - other).flatten() for one, other in zip(exact, start, strict=True)]).norm()
-    apart = torch.cat([(one - other).flatten() for one, other in zip(exact, found, strict=True)]).norm()
-    assert apart < {1: 0.1, 100: 0.2, 1000: 0.9}[times] * moved
-
-
-def trained_on(times: int, kind: str | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights of a net of two layers after 300 updates, and before."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 1))
-    names, params = zip(*net.named_parameters(), strict=True)
-    start = [param.detach().clone() for param in params]
-    rows = torch.randn(4096, 256)
-    wanted = (rows[:, :16] @ torch.randn(16, 1)).tanh()
-    rows[:, 3] *= times
-    groups = [{"params": list(params), "lr": 1e-3, "weight_decay": 0.0}]
-    optimizer = adamw(groups) if kind is None else rounding_adamw(kind, names, groups)
-    for step in range(300):
-        some = torch.randint(0, 4096, (64,), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        (net(rows[some]) - wanted[some]).square().mean().backward()
-        optimizer.step()
-    return [param.detach() for param in params], start
-
-
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
@@ -178,39 +127,15 @@ def run(**changes: Any) -> RunFacts:
     return RunFacts(**{**known, "precision": Precision.BF16, "world_size": 1, "optim": "adamw_torch_fused", **changes})
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "is for AdamW's two, not for sgd's": ({}, {"optim": "sgd"}),
-    "is for one rank, and there are 2": ({}, {"world_size": 2}),
-    "training.fp16, which nobody has tried": ({}, {"precision": Precision.FP16}),
-    "in the host's memory, not on a disk": ({"disk": "/tmp", "disk_memory": "1GiB"}, {}),
-    "site = device: such moments are for what the CPU updates; write site: host": ({"site": "device"}, {}),
-    "site = streamed: such moments are for what the CPU updates; write site: host": ({"site": "streamed"}, {}),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_is_refused(words: str) -> None:
-    options, changes = REFUSED[words]
-    about = run(**changes)
-    (line,) = refusals_of("offload", {"offload": Offload(moments="int8", **options)}, about)
-    assert line.startswith("strategies.offload.moments = 'int8': ") and words in line and "\n" not in line
-    assert not [each for each in refusals_of("offload", {"offload": Offload(**options)}, about) if "moments" in each]
-    assert not refusals_of("offload", {"offload": Offload(moments="int8")}, run())
-
-
 @pytest.mark.parametrize(
-    ("options", "changes", "words"),
-    [
-        ({}, {}, "goes with moments in bf16 or int8; write moments: int8 beside it"),
-        ({"moments": "int8"}, {"precision": Precision.FP32}, "is for weights in bf16; write training.bf16: true"),
-        ({"moments": "int8"}, {"adapters": True}, "adapters are trained in fp32"),
-        ({"moments": "int8"}, {}, ""),
-    ],
+    ("changes", "words"),
+    [({"optim": "sgd"}, "is for AdamW's two, not for sgd's"), ({"world_size": 2}, "is for one rank, and there are 2")],
 )
-def test_what_masters_are_refused_with(options: dict[str, Any], changes: dict[str, Any], words: str) -> None:
-    found = refusals_of("offload", {"offload": Offload(masters="bf16", **options)}, run(**changes))
-    assert len(found) == bool(words)
-    assert all(words in each and each.startswith("strategies.offload.masters = 'bf16': ") for each in found)
+def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+    (line,) = refusals_of("offload", {"offload": Offload(moments="int8")}, run(**changes))
+    assert line.startswith("strategies.offload.moments = 'int8': ") and words in line
+    assert not refusals_of("offload", {"offload": Offload()}, run(**changes))
+    assert not refusals_of("offload", {"offload": Offload(moments="int8")}, run())
 
 
 def test_masters_round_up_as_often_as_they_are_near() -> None:
@@ -233,3 +158,50 @@ def test_it_is_never_called_exact() -> None:
     both = Offload(moments="int8", masters="bf16").parity(run())
     assert both.is_lossy and both.reason == "not exact: moments in int8, masters in bf16"
     assert not Offload().parity(run()).is_lossy
+
+
+# What a byte and a scale of fp8 mean: how far off, the same when rounded again, and never beyond what a byte has
+
+BLOCK = FORMATS["fp8"].block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_any_size_are_off_by_half_a_bit_of_four(dtype: torch.dtype) -> None:
+    """Within 1/16 of themselves, down to 2^-14 of the largest of their block; rounded again they are the same."""
+    torch.manual_seed(0)
+    weight = (torch.randn(40, 1000) * 10 ** torch.empty(40, 1).uniform_(-30, 30)).to(dtype)
+    found = once_encoded(weight, "fp8")
+    assert found.dtype is dtype and found.shape == weight.shape
+    assert torch.equal(once_encoded(found, "fp8"), found)
+    blocks = torch.nn.functional.pad(weight.reshape(-1), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    codes, scales = WEIGHTS["fp8"].encode(blocks)
+    assert (
+        codes.nbytes + scales.nbytes == FORMATS["fp8"].num_bytes(codes.numel())
+        and codes.numel() == scales.numel() * BLOCK
+    )
+    largest = weight.reshape(-1)[: 312 * BLOCK].view(-1, BLOCK).abs().amax(1, keepdim=True).float()
+    own, wrong = (each.reshape(-1)[: 312 * BLOCK].view(-1, BLOCK).float() for each in (weight, found - weight))
+    assert bool((wrong.abs() <= torch.maximum(own.abs() / 16, largest * 2**-17)).all())
+    normal = torch.randn(64, 4096)
+    assert 0.026 < float((once_encoded(normal, "fp8") - normal).norm() / normal.norm()) < 0.027
+
+
+def test_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """448 is the largest number of a byte: what is above goes to a larger scale, and no row becomes NaN."""
+    for largest, scale in (
+        (448.0, 1.0),
+        (448.1, 2.0),
+        (224.1, 1.0),
+        (224.0, 0.5),
+        (0.0, 2.0**-126),
+        (1e-40, 2.0**-126),
+    ):
+        codes, scales = WEIGHTS["fp8"].encode(torch.full((1, BLOCK), largest))
+        assert scales.tolist() == [scale] and codes.numel() == BLOCK and codes.float().abs().max() <= 448
+    for value in (torch.nan, torch.inf, 3.39e38):
+        with pytest.raises(ValueError, match="NaN, infinity or"):
+            WEIGHTS["fp8"].encode(torch.tensor([[1.0, value]]))
+    whole = torch.randn(3, 500)
+    expected = once_encoded(whole, "fp8")
+    monkeypatch.setattr(codecs, "CHUNK_BLOCKS", 2)
+    assert torch.equal(once_encoded(whole, "fp8"), expected), "weights are cut where a block ends"

@@ -23,11 +23,10 @@ from deepstow.strategies.planner.exchanges import from_host
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report import full_report, plan_json
 from deepstow.strategies.report.plan_json import PlanFile
-from deepstow.strategies.report.plan_table import _travels, bucket_lines, rows, table
+from deepstow.strategies.report.plan_table import bucket_lines, rows, table
 from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.fakes import CPU, block, facts, run_facts
-from tests.helpers.layouts import bucket, layout, random_facts, transformer
-from tests.helpers.models import build
+from tests.helpers.layouts import random_facts, transformer
 from tests.unit.test_placement_search import options
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -131,10 +130,6 @@ def test_zero_beside_offload_shares_its_buckets() -> None:
     assert gradients[0] - gradients[1] == gradients[0] - gradients[2] == blocks // 2 * 4
     several = replace(known, run=replace(known.run, accumulation=2))
     assert shared(2, several, site="device").total(Kind.GRAD) == gradients[0], "micro-batches are added first"
-    with pytest.raises(
-        Refusal, match=r"offload.weights = 'streamed': cannot go with strategies.zero.stage = 2: it keeps"
-    ):
-        shared(2, weights="streamed")
     with pytest.raises(Refusal, match="ranks that share the state, or the model, agree on a step first"):
         shared(3, update_in_backward=True)
 
@@ -177,14 +172,10 @@ def test_whether_drives_are_believed_is_in_the_plan(compared: bool) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(Refusal, match=r"reduction = 'fast': is about ranks that share the state; write strategies.zer"):
-        plan_of(transformer(world_size=2), reduction="fast")
-    disk: dict[str, Any] = {"disk": "/fast", "disk_memory": "1GiB"}
     passing: dict[str, Any] = {"gradients": "passing"}
     for words, keys, run in (
         ("disk = '/fast': how much of it", {"disk": "/fast"}, {}),
         ("disk_memory = '1GiB': of which disk", {"disk_memory": "1GiB"}, {}),
-        ("disk = '/fast': cannot go with strategies.offload.site = streamed", disk | {"site": "streamed"}, {}),
         ("gradients = 'passing': .*max_grad_norm: 0", passing, {"max_grad_norm": 1.0}),
         ("gradients = 'passing': .* update_in_backward: auto", passing | {"update_in_backward": False}, {}),
         ("gradients = 'passing': .* not fp16", passing, {"precision": Precision.FP16}),
@@ -225,34 +216,11 @@ def test_a_fast_reduction_needs_no_memory_to_receive_gradients() -> None:
     largest = max(bucket.weight_bytes for bucket in exact.layout.buckets)
     assert exact.peak(Tier.DEVICE) - fast.peak(Tier.DEVICE) == largest
     assert replace(fast.layout, reduction="exact") == exact.layout
-    size = human(largest)
-    said = f"gradients of 4 ranks are added: exact, in the order of ranks; {size} of the device receive them"
-    assert bucket_lines(exact)[-1] == said
-    assert bucket_lines(fast)[-1].endswith(
-        f"added: fast, on their way, which saves {size} of the device; a sum differs from the exact one by at most "
-        f"3.6e-07 of the sizes of its parts (float32)"
+    said = (
+        f"which saves {human(largest)} of the device; a sum differs from the exact one by at most 3.6e-07 of the sizes"
     )
-    two = plan_of(transformer(world_size=2), stage=3, reduction="fast")
-    assert bucket_lines(two)[-1].endswith("by nothing, since two numbers have one sum")
+    assert said in bucket_lines(fast)[-1]
     assert bucket_lines(plan_of(one, stage=3, reduction="fast"))[-1].startswith("reduction: fast has no effect")
-
-
-def test_the_bucket_table_says_when_weights_travel() -> None:
-    """Of three units; buckets of one row are fetched 0 to 1 ticks before forward."""
-
-    def says(*ahead: Any, units: str = "bc", looked_up: bool = False) -> str:
-        some = [bucket(unit, unit, 512, resident_ticks=stays) for unit, stays in zip(units, ahead, strict=False)]
-        some = [replace(each, looked_up=looked_up) for each in some]
-        return _travels(some, layout(*some, units=("a", "b", "c")))
-
-    assert says(()) == "stay"
-    assert says(((1, 2), (3, 5))) == "come 0 ticks ahead in forward, 1 in backward"
-    only_forward = ((0, 2), (5, 6))
-    assert says(only_forward, units="a", looked_up=True) == "come 1 ticks ahead in forward", (
-        "it is not read in backward"
-    )
-    between = (((1, 2), (4, 5)), ((1, 4),))  # the last unit's stays from forward to backward
-    assert says(*between) == "come 0 to 1 ticks ahead in forward, 0 to 1 in backward"
 
 
 # Budgets
@@ -297,10 +265,8 @@ def test_what_a_refusal_says_to_write_is_enough_for_all_ranks(local_steps: int) 
 
 
 def test_both_homes_are_shown_on_a_machine_where_they_are_one_memory() -> None:
-    text = table(plan_of(transformer(machine=CPU), site="host"))
-    assert "device (this machine's RAM): " in text and "host (the same RAM): " in text
+    assert "host (the same RAM): " in table(plan_of(transformer(machine=CPU), site="host"))
     alone = plan_of(transformer(machine=CPU))
-    assert "the same RAM" not in table(alone)
     assert alone.layout is not None and {b.site for b in alone.layout.buckets} == {Site.DEVICE}, "nothing moves"
     assert offload().request(transformer(machine=CPU)).device_bytes == CPU.device_bytes
 
@@ -323,42 +289,6 @@ def test_sizes() -> None:
 
 
 # Live models
-
-
-@pytest.mark.parametrize(
-    ("model", "batch", "units"),
-    [
-        (build("gpt2"), (2, 8), ["embedding", *(f"transformer.h.{i}" for i in range(4)), "head"]),
-        (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"input": torch.zeros(3, 4)}, ["embedding"]),
-    ],
-    ids=["gpt2", "no blocks"],
-)
-def test_any_model_is_planned_and_left_as_it_is(model: Any, batch: Any, units: list[str]) -> None:
-    model.eval()
-    before = [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()]
-    random = torch.get_rng_state()
-    plan = plan_for(model, batch=batch, site="streamed", weights="streamed", max_grad_norm=1.0)
-    assert [unit.name for unit in plan.facts.units] == units
-    assert plan.layout is not None and plan.addresses is not None
-    assert sum(b.num_elements for b in plan.layout.buckets) >= sum(p.numel() for p in model.parameters())
-    assert plan.peak(Tier.DEVICE) > plan.addresses.num_bytes(Tier.DEVICE)
-    assert [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()] == before
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(module.training for module in model.modules())
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_groups_as_torch_takes_them() -> None:
-    model = build("llama").to(torch.bfloat16)
-    model.lm_head.weight.requires_grad_(False)
-    matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    plan = plan_for(model, [{"params": matrices, "lr": 1.0}, {"params": vectors}], max_grad_norm=None)
-    found = {param.name: (param.group, param.dtype) for param in plan.facts.params}
-    assert found["model.layers.0.mlp.up_proj.weight"] == (0, "bfloat16")
-    assert found["model.norm.weight"] == (1, "bfloat16")
-    assert found["lm_head.weight"] == (None, "bfloat16")
-    assert plan.facts.run.precision is Precision.BF16
 
 
 def test_groups_that_cannot_be() -> None:

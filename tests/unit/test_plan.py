@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from deepstow.strategies.core.compose import ANSWERS, compose
+from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import MachineFacts, Precision
 from deepstow.strategies.core.plan import (
-    INPUT,
     RUN,
     Conflict,
     Decision,
     EngineSet,
-    Impl,
     Keep,
     Kind,
     Plan,
@@ -24,12 +22,11 @@ from deepstow.strategies.core.plan import (
     Tier,
     When,
 )
-from deepstow.strategies.core.protocol import Idle, Phase, Requirement
+from deepstow.strategies.core.protocol import Idle, Phase
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.report import explain, full_report
 from deepstow.strategies.report.plan_table import table
 from tests.helpers.fakes import block, embedding, facts, fake, head
-from tests.unit.test_step_cost import FAST, known, planned
 
 
 def share(unit: str, kind: Kind, shards: int = 2, reason: str = "test", tier: Tier = Tier.DEVICE) -> Share:
@@ -115,26 +112,6 @@ def test_the_order_in_the_config_is_irrelevant() -> None:
     assert (one.num_bytes, two.num_bytes) == (400, len(plans[0].reserves(Tier.DEVICE)) - 1)
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_a_strategy_answers_only_its_own_question(phase: Phase) -> None:
-    given: dict[type[Decision], Decision] = {
-        Impl: Impl(unit="head", reason="", implementation="x"),
-        Share: share("head", Kind.PARAM),
-        Keep: Keep(unit="head", reason="", policy="x", saved_bytes=1),
-        Reserve: reserve("x", 1),
-        EngineSet: engine_set("a.b", 1),
-    }
-    for kind, decision in given.items():
-        if kind in ANSWERS[phase]:
-            assert compose({"mine": fake(phase, [decision])}, facts()).answers[decision.slot] == (decision, "mine")
-        else:
-            phases = f"its phase, {phase.name}, answers {ANSWERS[phase][0].__name__}"
-            with pytest.raises(TypeError, match=rf"^strategies\.mine may not decide {kind.__name__}: {phases}"):
-                compose({"mine": fake(phase, [decision])}, facts())
-    engine = fake(phase, [given[EngineSet]], frozenset([Requirement.DEEPSPEED]))
-    assert compose({"mine": engine}, facts()).engine() == {"a.b": 1}
-
-
 def test_a_later_phase_decides_again_only_what_was_left_open() -> None:
     left_open = Keep(unit="head", reason="", policy="x", saved_bytes=1, open=True)
     again = replace(left_open, saved_bytes=2, open=False)
@@ -218,13 +195,3 @@ def test_explain_says_every_answer_in_words_with_who_and_why() -> None:
     assert computed.startswith("computed: native [baseline: ")
     both = plan.amend([replace(plan.keep("head"), saved_bytes=1)], by="a")
     assert both.decided_by(("Share", "head", "PARAM"), ("Keep", "head")) == "a, zero"
-
-
-def test_explain_has_no_names_of_the_code() -> None:
-    """Of tensors that are at two tiers, of a block that is recomputed, and of one that is stowed."""
-    plan = planned(known(FAST), site="host")
-    again = replace(plan.keep("layers.0"), policy="full", kept=("linear 0",), hosted=(INPUT,), hosted_bytes=8)
-    said = "\n".join(explain.lines(plan.amend([again], by="offload"), "layers.0"))
-    assert "=" not in said and "_" not in said
-    assert "runs forward again; kept: the input, linear 0; on the host meanwhile: input" in said
-    assert "buckets: layers.0" in said

@@ -124,12 +124,6 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     path = write("  offload: {update_in_backward: true}", training="  fp16: true\n  max_grad_norm: 0")
     expected = f"{path}:9: strategies.offload.update_in_backward = true: fp16's loss scale needs all gradients first"
     assert planned(path, capsys).startswith(expected)
-    path = write("  recompute: {policy: selective}", training="  torch_compile: true")
-    assert planned(path, capsys).startswith(
-        f'{path}:8: strategies.recompute.policy = "selective": cannot go with training.torch_compile'
-    )
-    path = write("  zero: {stage: 3}", training="  torch_compile: true")
-    assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: DeepSpeed fetches weights by")
     path = write("  offload: {update_in_backward: speculative}")
     removed = '"speculative": was removed: it gained nothing that was measured; write auto'
     assert planned(path, capsys).startswith(f"{path}:8: strategies.offload.update_in_backward = {removed}")

@@ -63,19 +63,6 @@ def test_blocks_fold_into_a_row_per_home_wherever_their_tensors_are() -> None:
     assert len(lines) < 15
 
 
-def test_lines_of_the_table_are_aligned() -> None:
-    lines = table(zero(3, facts(precision=Precision.BF16, world_size=2))).splitlines()
-    assert lines[0] == (
-        "plan: 0.0 M parameters, 0.0 M trainable, bf16, 2 ranks on test gpu, 32 tokens per optimizer step"
-    )
-    header, body = next(line for line in lines if line.startswith("unit")), [line for line in lines if " 1/2 " in line]
-    assert [(line.index(" device ") + 1, line.index(" zero ") + 1) for line in body] == [
-        (header.index("tier"), header.index("decided by"))
-    ] * 3
-    assert all(line == line.rstrip() and line.isascii() for line in lines)
-    assert ", 1 rank on" in table(Plan.baseline(facts()))
-
-
 # Totals
 
 

@@ -3,15 +3,11 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepstow.launch.plan import main
-from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.plan import Kind, Plan, Tier
-from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.step_cost import cost_of, empty, plan_cost
 from deepstow.strategies.report import short_plan
@@ -97,17 +93,6 @@ def test_without_an_accelerator_both_memories_are_one() -> None:
     assert short_plan.missing(small, ROOM) == {Tier.HOST: 7}
 
 
-def test_what_ranks_share_and_what_is_idle() -> None:
-    two = compose({"zero": find("zero").model_validate({"stage": 2})}, facts(world_size=2))
-    assert short_plan.effects(two) == {"zero": "each of 2 ranks holds its part of gradients and optimizer state"}
-    given = {"zero": {"stage": 2}, "offload": {"site": "host", "host_memory": "1TiB"}}
-    both = {name: find(name).model_validate(options) for name, options in given.items()}
-    assert "; each of 2 ranks holds its part" in short_plan.effects(compose(both, known(FAST, world_size=2)))["offload"]
-    idle = replace(two, idle={"linear": "leaves it", "cross_entropy": "small"})
-    assert short_plan.effects(idle, ["linear"])["linear"] == "nothing to do: leaves it"
-    assert "cross_entropy" not in short_plan.effects(idle, ["linear"]), "nobody asked for it"
-
-
 def test_the_budgets_are_those_of_the_config() -> None:
     """Beside them what Python has on the host; without a strategy that has any, nine tenths."""
     card = profile("rtx4090-pcie4")
@@ -121,14 +106,3 @@ def test_the_budgets_are_those_of_the_config() -> None:
     assert short(config, [plan], [], [], more="x").lacks == ""
     tiny = replace(plan, facts=replace(plan.facts, machine=replace(own, device_bytes=1 << 10)))
     assert re.search("short of what is safe: the device .*deepstow fit", short(config, [tiny], [], [], more="x").lacks)
-
-
-def test_the_command_is_short_and_full_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(run_config(LLAMA, strategies={"offload": {"site": "host"}}, bf16=True).dump())
-    given = ["--config", str(file), "--profile", "rtx4090-pcie4"]
-    assert main(given) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 12 and lines[0].startswith("plan: it fits. ") and "deepstow plan --full" in lines[-1]
-    assert main([*given, "--full"]) == 0
-    assert "address on the device" in capsys.readouterr().out

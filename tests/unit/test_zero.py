@@ -17,7 +17,6 @@ from deepstow.strategies.parallel.deepspeed import clips_itself, ds_config
 from deepstow.strategies.planner.zero_bytes import MAX_BUCKET
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.planning.from_config import check_options
 from deepstow.trainer.run.order import refuse_under_zero
 from deepstow.trainer.run.run import refuse_unbuildable
 from deepstow.trainer.verify.verify import real_plan, verify
@@ -168,10 +167,3 @@ def test_a_rate_that_deepspeeds_optimizer_does_not_know_is_refused(tmp_path: Pat
         refuse_under_zero(config, stage)
     with pytest.raises(ConfigError, match=r"^training.lr_scheduler_kwargs.min_lr = 0.0001: not with .*zero.stage 2"):
         refuse_under_zero(config, 2)
-
-
-def test_an_adagrad_that_deepspeed_would_make_another_one_is_refused(tmp_path: Path) -> None:
-    for stage in (None, 0):
-        check_options(run_config(LLAMA, output_dir=tmp_path, optim="adagrad", stage=stage), 2)
-    with pytest.raises(ValueError, match=r"training\.optim: strategies\.zero would lose its parameter groups"):
-        run_config(LLAMA, output_dir=tmp_path, optim="adagrad", stage=2)
