@@ -30,22 +30,6 @@ ELSEWHERE = {
     "watch": "tests/unit/test_history.py",
 }
 PLANS = {"plan", "fit", "search"}
-MAKE = {
-    "train",
-    "test",
-    "test-all",
-    "test-rare",
-    "test-torchao",
-    "test-liger",
-    "test-cuda",
-    "faults",
-    "lint",
-    "setup",
-    "docs",
-    "bench",
-    "gpu-check",
-    "gpu-rehearsal",
-}
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
 STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)"
 FILE = re.compile(STARTS + r"launch/(\w+)\.py( [^`\n#|>]*)?")
@@ -182,10 +166,3 @@ def test_every_command_that_is_written_is_one_and_takes_its_arguments() -> None:
             module.parse([*(str(REPO) if word == "FOLDER" else word for word in words), *config])
         elif name == "doctor":
             assert words in ([], ["--rates"], ["--build"], ["--rates", "--disk", "/fast/folder"])
-
-
-def test_targets_of_make() -> None:
-    text = "\n".join(path.read_text() for place in PLACES for path in sorted(REPO.glob(place)))
-    targets = set(re.findall(r"(?:`|^|  )make ([a-z-]+)", text, re.MULTILINE))
-    made = set(re.findall(r"^([a-z-]+):.*##", (REPO / "Makefile").read_text(), re.MULTILINE))
-    assert targets == MAKE and targets <= made

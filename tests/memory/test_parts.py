@@ -74,14 +74,6 @@ def loaded(ranks: Ranks, config: RunConfig, *sizes: Callable[[psutil.Process], i
     return everyones
 
 
-def loaded_mixture(ranks: Ranks, config: RunConfig) -> list[Any]:
-    """As ``loaded``, of memory that no file backs: of each of many small tensors Transformers touches a page or more as
-    it makes a model without values. Tensors of real size have mappings of their own.
-    """
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
-    return loaded(ranks, config, not_of_files)
-
-
 def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
     """As ``loaded``, until DeepSpeed's layers have taken their slices and what is whole is the rank's own."""
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
@@ -102,13 +94,6 @@ def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
     everyones: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(everyones, (sum(param.nbytes for param in model.parameters()), seen[0]))
     return everyones
-
-
-def in_both(ranks: Ranks, config: RunConfig) -> list[Any]:
-    """As ``loaded``; the stage's layers are divided as it is made. What DeepSpeed itself takes is there before."""
-    from deepspeed.module_inject import auto_tp, layers  # noqa: F401
-
-    return loaded(ranks, config)
 
 
 def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
@@ -199,33 +184,6 @@ def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
     found = run_world(4, loaded, config)
     assert sum(held for held, _ in found) == size
     for held, grown in found:
-        no_more_than_its_part(held, grown)
-
-
-@pytest.mark.rare
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["random", "saved, in 16 bits"])
-def test_a_divided_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
-    strategies = {"pipeline": {"stages": 2}, "tensor": {"degree": 2}}
-    make = partial(run_config, output_dir=tmp_path / "run", strategies=strategies, gradient_accumulation_steps=2)
-    config, size = of_kind(kind, make, tmp_path / "saved")
-    for held, grown in run_world(4, in_both, config):
-        assert 0.23 * size < held < 0.27 * size
-        no_more_than_its_part(held, grown)
-
-
-@pytest.mark.rare
-@pytest.mark.slow
-@needs("experts")
-@pytest.mark.parametrize("name", ["experts", "pipeline"])
-def test_experts_are_loaded_in_part(name: str, tmp_path: Path) -> None:
-    """Of a saved mixture, whose files have a tensor for each expert and whose model has one for a layer's."""
-    in_fork(partial(saved, tmp_path / "saved", MIXTURE))
-    section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
-    strategies = {"experts": {"degree": 4}} if name == "experts" else {"pipeline": {"stages": 4}}
-    config = run_config(None, strategies=strategies, model=section, gradient_accumulation_steps=4)
-    for held, grown in run_world(4, loaded_mixture, config):
-        assert held < 0.3 * whole_bytes(config)
         no_more_than_its_part(held, grown)
 
 

@@ -68,9 +68,7 @@ def assert_same(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Non
     assert [name for name in first if not same_bits(first[name], other[name])] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "dtype"), [(7, torch.bfloat16), (33, torch.float16), (1000, torch.float32), (4097, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("words", "dtype"), [(33, torch.float16), (1000, torch.float32), (4097, torch.bfloat16)])
 def test_bits_for_any_number_of_rows(words: int, dtype: torch.dtype) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -206,11 +204,6 @@ def test_second_derivatives_are_refused() -> None:
     hidden, _, loss = logits_and_loss()
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradient(hidden, loss, create_graph=True)
-
-
-def test_a_label_that_is_no_word_is_torchs_error() -> None:
-    with pytest.raises(IndexError, match="Target 50 is out of bounds"):
-        chunked_loss.causal_lm_loss(torch.zeros(3, 50), torch.tensor([1, 50, 2]), 50)
 
 
 # --- what is left native ---------------------------------------------------------------------------------------------

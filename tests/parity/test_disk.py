@@ -7,8 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import PAGE_BYTES, Layout
-from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
-from deepstow.strategies.core.protocol import MemoryRefusal
-from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, slots, stow
+from deepstow.strategies.core.layout import PAGE_BYTES
+from deepstow.strategies.engine import AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory import disk_state, scratch_file, tiers
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile
 from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.strategies.engine.transfer.transfer import Transfer
-from deepstow.strategies.planner import places
-from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector
-from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
+from tests.helpers.engine import differences, plain, plan_of, stowed
 from tests.helpers.late import Early, Late
 from tests.helpers.marks import in_turns
 from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import BATCHES, everything, train, unequal
-from tests.memory.test_engine import MODELS, model_of
 
 pytestmark = needs_scratch
 
@@ -83,38 +75,6 @@ def folders(path: Path, *names: str) -> list[str]:
     return [str(path / name) for name in names]
 
 
-def test_momentum_by_threads_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGD, which has one number per parameter."""
-    monkeypatch.setattr(scratch_file, "MOST_BYTES", 8192)
-    batches, model = tokens("llama", 4), build("llama")
-    make = partial(torch.optim.SGD, lr=LR, momentum=0.9, fused=True)
-    plan = plan_of(model, disk=[str(tmp_path)], moments=1, **HOST)
-    rule = SGD(lr=LR, momentum=0.9, fused=True)
-    assert differences(plain(build("llama"), batches, make=make), stowed(model, plan, batches, rule=rule)) == []
-
-
-def test_what_is_expected_waits_until_its_slot_is_free(tmp_path: Path) -> None:
-    plan = plan_of(build("llama"), disk=[str(tmp_path)], **HOST)
-    disk = disk_state.DiskState(plan.layout, Arena(plan.place.addresses, torch.device("cpu")))
-    first, second = next(
-        (one, other)
-        for one, other in combinations(disk.stretches, 2)
-        if disk.stretches[one][0].moments[0].data_ptr() == disk.stretches[other][0].moments[0].data_ptr()
-    )
-    for index in (first, second):
-        for stretch in disk.stretches[index]:
-            with stretch.at_hand(writes=True, behind=True):
-                stretch.moments[0].fill_(1 + index)
-    stretch, other = disk.stretches[first][0], disk.stretches[second][0]
-    with stretch.at_hand():
-        disk.expect([second])
-        time.sleep(0.1)  # its thread would have read it by now
-        assert stretch.moments[0].eq(1 + first).all()
-    with other.at_hand():
-        assert other.moments[0].eq(1 + second).all()
-    disk.close()
-
-
 def test_each_piece_is_read_once_though_another_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In backward the bucket before is complete while this one is updated, and would be the first to be read."""
     monkeypatch.setattr(slots, "thread", Early)
@@ -159,56 +119,6 @@ def test_after_close_there_is_no_state_any_more(tmp_path: Path) -> None:
     optimizer.close()
     with pytest.raises(RuntimeError, match="state on the disk ends with close"):
         optimizer.state_of(next(model.parameters()))
-
-
-def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
-    """The planner puts there what the host has no room for, and no more; what a refusal names is enough."""
-    sizes = {"num_hidden_layers": 12, "vocab_size": 32, "hidden_size": 96, "intermediate_size": 192}
-    config = MODELS["llama"] | sizes
-
-    def made() -> Any:
-        return model_of(config).to(BF16).train()
-
-    model = made()
-    facts = plan_for(model, max_grad_norm=0.0, eval_rows=0, batch=(2, 16)).facts
-    state = 12 * sum(param.numel() for param in model.parameters())
-    given: Any = {"site": "host", "disk": str(tmp_path), "disk_memory": "64MiB", "host_memory": state // 3}
-    plan = planned(facts, **given)
-    assert plan.layout is not None and plan.place is not None
-    assert plan.place.addresses.num_bytes(Tier.HOST) <= state // 3
-    assert disk_bytes(plan.layout) > state // 2
-    some = planned(facts, **given | {"host_memory": state})
-    assert some.layout is not None and some.place is not None
-    largest = max(bucket.state_bytes(2) for bucket in some.layout.buckets if bucket.on_disk)
-    assert state - some.place.addresses.num_bytes(Tier.HOST) < 2 * largest, "more is there than has to be"
-    assert disk_bytes(planned(facts, **given | {"host_memory": 2 * state}).layout) == 0
-    with pytest.raises(MemoryRefusal) as refused:
-        planned(facts, **given | {"host_memory": 10_000})
-    enough = planned(facts, **given | {"host_memory": refused.value.needed})
-    assert enough.place is not None and enough.place.addresses.num_bytes(Tier.HOST) <= refused.value.needed
-    with pytest.raises(MemoryRefusal):
-        planned(facts, **given | {"disk_memory": "64KiB"})
-    ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
-    batches = [{"input_ids": ids, "labels": ids}] * 3
-    assert differences(plain(made(), batches), stowed(model, plan, batches)) == []
-
-
-def test_two_bytes_per_parameter_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """State of embedding and head goes there, too, and its pieces are small beside a bucket."""
-    monkeypatch.setattr(places, "Layout", partial(Layout, window_elements=1024))
-    config = MODELS["llama"] | {"vocab_size": 4096, "tie_word_embeddings": False}
-    facts = plan_for(model := model_of(config).to(BF16).train(), max_grad_norm=1.0, eval_rows=0, batch=(2, 16)).facts
-    number = sum(param.numel() for param in model.parameters())
-    given: Any = {"site": "host", "weights": "streamed", "disk_memory": "64MiB", "host_memory": 5 * number // 2}
-    plan = planned(facts, disk=str(tmp_path), **given)
-    assert plan.layout is not None and all(bucket.on_disk for bucket in plan.layout.buckets)
-    assert [piece.slot for _, piece in pieces_on_disk(plan.layout)][:4] == [0, 1, 2, 0], "one slot for all"
-    with pytest.raises(MemoryRefusal):
-        planned(facts, **given | {"disk_memory": None, "host_memory": 13 * number})
-    ids = torch.randint(0, 4096, (2, 16), generator=torch.Generator().manual_seed(1))
-    batches = [{"input_ids": ids, "labels": ids}] * 3
-    expected = plain(model_of(config).to(BF16).train(), batches, max_norm=1.0)
-    assert differences(expected, stowed(model, plan, batches, max_norm=1.0)) == []
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The docs: the site builds without a dead link, their configs are ones, and each strategy has its page."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from deepstow.strategies.core.registry import available
 from deepstow.trainer.config.check import check
-from deepstow.trainer.config.doc import BEGIN, END
 from deepstow.trainer.config.load import merged
 from deepstow.trainer.config.yaml_file import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-TWO_SCREENS = 100
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.S | re.M)
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if YAML.search(page.read_text())]
 REST: dict[str, Any] = {
@@ -38,17 +34,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*.html")} >= {"index.html", "resume.html", "offload.html"}
 
 
-def test_a_dead_link_ends_it(tmp_path: Path) -> None:
-    """To a page, to a place in one, to a file outside of the docs, and by the name that a message says."""
-    for folder in (".ci", "docs", "configs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    links = ("nowhere.md", "resume.md#somewhere", "../benchmarks/records/neverwhere")
-    (tmp_path / "docs/index.md").write_text("\n".join(f"[here]({link})" for link in links) + "\ndeepstow docs anywhere")
-    found = built(tmp_path, tmp_path / "site")
-    said = found.stderr + found.stdout
-    assert found.returncode != 0 and all(f"{where}where" in said for where in ("/never", "#some", "no", "docs any"))
-
-
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_yaml_of_a_page_is_a_config_or_a_part_of_one(page: Path) -> None:
     """It passes the check, with what every config has; a first key that comes again begins another way to write it."""
@@ -61,14 +46,6 @@ def test_yaml_of_a_page_is_a_config_or_a_part_of_one(page: Path) -> None:
             if instead in whole[section]:
                 del whole[section][name]
         assert document.problems == [] and check(whole) == [], text
-
-
-@pytest.mark.parametrize("name", available())
-def test_a_strategy_has_a_page_of_two_screens(name: str) -> None:
-    text = (ROOT / "docs/strategies" / f"{name}.md").read_text()
-    before, _, rest = text.partition(BEGIN)
-    written = before + rest.partition(END)[2]
-    assert len(written.splitlines()) <= TWO_SCREENS
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deepstow.launch.plan import main
-from deepstow.strategies.core.facts import Facts, Precision, Unit, UnitKind
+from deepstow.strategies.core.facts import Facts, Unit, UnitKind
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.config.sections import RunConfig
@@ -27,7 +25,7 @@ from deepstow.trainer.model import build as model_module
 from deepstow.trainer.model.count_cache import name_of
 from deepstow.trainer.model.counting import Counter
 from deepstow.trainer.planning import positions
-from deepstow.trainer.planning.facts import ModelCount, count_model, gather, machine_facts, saved_without_mask
+from deepstow.trainer.planning.facts import ModelCount, count_model, machine_facts, saved_without_mask
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.marks import slowly
 from tests.helpers.tiny import BLOOM, ENDS, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
@@ -131,14 +129,6 @@ def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, pack
         assert counted == real
 
 
-def test_no_layer_is_taken_for_dropped() -> None:
-    """OPT compares a random number with ``layerdrop``; a fake one has no value."""
-    whole, dropping = (
-        run_config({**MODELS["opt"], "layerdrop": rate}, per_device_train_batch_size=BATCH) for rate in (0.0, 0.9)
-    )
-    assert bare(count_of(dropping).units) == bare(count_of(whole).units)  # the numbers themselves are temporary
-
-
 @pytest.mark.parametrize(
     ("name", "training"),
     [("bloom", {}), ("mixtral", {}), ("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})],
@@ -148,13 +138,6 @@ def test_temporaries_of_every_unit_are_counted(name: str, training: dict[str, An
     units = count_of(as_in_runs(name, **training)).units
     assert all(unit.temporaries is not None and unit.temporaries.backward > 0 for unit in units)
     assert units[-1].in_chunks is not None and units[-1].in_chunks.logits == BATCH * LENGTH * VOCAB
-
-
-def test_smoothed_labels_are_counted_outside_of_the_model() -> None:
-    """Transformers' Trainer takes the labels from the model; its own loss saves the probabilities of all words."""
-    head = count_of(config_of("llama", label_smoothing_factor=0.1)).units[-1]
-    assert head.in_chunks is None and head.temporaries is not None
-    assert head.saved_bytes >= 4 * BATCH * (LENGTH - 1) * VOCAB
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -221,32 +204,6 @@ def test_flop_of_a_mixture_count_the_experts_that_a_token_meets() -> None:
     assert mixture - half == layers * feed_forward
 
 
-def test_operators_that_a_device_is_given_are_no_views() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.view(2, 4).t().t() @ self.weight).relu_()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.layers = nn.Linear(4, 4), nn.ModuleList([Layer(), Layer(), Layer()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = layer(x)
-            return x.exp()
-
-    model, x = Model(), torch.ones(2, 4)
-    with Counter(model) as counter:
-        model(x)
-    assert [unit.launches for unit in counter.units()] == [1, 2, 2, 2, 1]
-
-
 # What is left behind
 
 
@@ -263,21 +220,6 @@ def test_a_fake_run_leaves_nothing_behind() -> None:
 
 
 # Precision
-
-
-@pytest.mark.slow
-def test_half_precision_halves_what_is_saved_only_in_an_engine() -> None:
-    """DeepSpeed and ours cast the model; plain training autocasts fp32 weights and saves their casts besides."""
-    saved = {
-        (bf16, stage): sum(
-            unit.saved_bytes for unit in count_of(run_config(MIXTRAL, bf16=bf16, stage=stage)).units[1:3]
-        )
-        for bf16, stage in ((False, None), (True, None), (True, 2))
-    }
-    assert saved[True, 2] < 0.75 * saved[False, None]
-    assert saved[True, 2] < saved[True, None]
-    ours = count_of(run_config(MIXTRAL, strategies=OFFLOAD, bf16=True)).units[1:3]
-    assert sum(unit.saved_bytes for unit in ours) == saved[True, 2]
 
 
 # Adapters
@@ -373,17 +315,6 @@ def test_rows_beyond_what_rotary_embeddings_were_made_for(tmp_path: Path, capsys
 
 
 # The run and the machine
-
-
-def test_facts_of_the_run() -> None:
-    config = run_config(
-        LLAMA, stage=1, bf16=True, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_grad_norm=0.5,
-        optim="rmsprop", data={"max_length": 24},
-    )  # fmt: skip
-    run = gather(config, world_size=8, local_world_size=2, machine=probe()).run
-    assert (run.micro_batch, run.sequence, run.accumulation, run.world_size) == (3, 24, 4, 8)
-    assert (run.max_grad_norm, run.precision, run.moments, run.hidden_size) == (0.5, Precision.BF16, 1, 32)
-    assert run.tokens_per_step == 3 * 24 * 4 * 8
 
 
 def test_ranks_of_one_machine_share_its_memory() -> None:

@@ -87,12 +87,6 @@ def trains(then: Callable[[Stop], int]) -> Callable[[Stop], int]:
     return work
 
 
-def test_while_preparing_a_signal_ends_the_run() -> None:
-    child = Child(until_asked)
-    child.send(USR1)
-    assert child.end() == (10, "SIGUSR1: stopped before training began; nothing was saved")
-
-
 def test_while_preparing_it_ends_a_main_thread_that_is_stuck_in_c() -> None:
     child = Child(stuck, STUCK_S=0.2)
     child.send(TERM)
@@ -146,14 +140,6 @@ def test_ctrl_c_is_the_reason_whatever_a_launcher_adds(others: tuple[signal.Sign
     assert child.end() == (130, said * others.count(INT))
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
-    child = Child(trains(stuck), ECHO_S=0.5)
-    child.send(INT)
-    child.send(INT, after_s=0.8)
-    code, said = child.end()
-    assert code == 130 and said.endswith("\nSIGINT a second time: ended at once\n")
-
-
 def test_behind_an_ampersand_ctrl_c_is_nothing() -> None:
     former = signal.signal(INT, signal.SIG_IGN)
     try:
@@ -200,28 +186,6 @@ def test_a_closed_terminal_is_a_request_and_printing_into_it_ends_nothing() -> N
     os.read(terminal, 1)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-
-
-def test_under_nohup_a_closed_terminal_is_nothing() -> None:
-    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        child = Child(trains(lambda stop: until_asked(stop) if stop.reason is None else 9))
-        child.send(signal.SIGHUP)
-        child.send(TERM)
-        assert child.end() == (7, ""), "the first would have made the second one end the process"
-    finally:
-        signal.signal(signal.SIGHUP, former)
-
-
-def test_after_leaving_a_signal_does_what_it_does_without_us() -> None:
-    def leaves(stop: Stop) -> int:
-        stop.leave()
-        time.sleep(20)
-        return 0
-
-    child = Child(leaves)
-    child.send(TERM)
-    assert child.end() == (-TERM, "")
 
 
 @pytest.mark.parametrize(
