@@ -161,6 +161,14 @@ def test_another_model_and_another_rule(saved: Path) -> None:
             stow(model, plan, rule=rule, device="cpu").load(saved)
 
 
+def test_hyperparameters_that_are_not_json(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\]"):
+        optimizer.save(tmp_path / "optimizer")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     _, optimizer = trained()

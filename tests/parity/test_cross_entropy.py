@@ -206,6 +206,11 @@ def test_second_derivatives_are_refused() -> None:
         gradient(hidden, loss, create_graph=True)
 
 
+def test_a_label_that_is_no_word_is_torchs_error() -> None:
+    with pytest.raises(IndexError, match="Target 50 is out of bounds"):
+        chunked_loss.causal_lm_loss(torch.zeros(3, 50), torch.tensor([1, 50, 2]), 50)
+
+
 # --- what is left native ---------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from torch import nn
 
 from deepstow.strategies.core.layout import PAGE_BYTES
-from deepstow.strategies.engine import AdamW, StowOptimizer, slots, stow
+from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory import disk_state, scratch_file, tiers
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile
 from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
-from tests.helpers.engine import differences, plain, plan_of, stowed
+from tests.helpers.engine import LR, differences, plain, plan_of, stowed
 from tests.helpers.late import Early, Late
 from tests.helpers.marks import in_turns
 from tests.helpers.models import build, tokens
@@ -73,6 +74,16 @@ def folders(path: Path, *names: str) -> list[str]:
     for name in names:
         (path / name).mkdir()
     return [str(path / name) for name in names]
+
+
+def test_momentum_by_threads_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD, which has one number per parameter."""
+    monkeypatch.setattr(scratch_file, "MOST_BYTES", 8192)
+    batches, model = tokens("llama", 4), build("llama")
+    make = partial(torch.optim.SGD, lr=LR, momentum=0.9, fused=True)
+    plan = plan_of(model, disk=[str(tmp_path)], moments=1, **HOST)
+    rule = SGD(lr=LR, momentum=0.9, fused=True)
+    assert differences(plain(build("llama"), batches, make=make), stowed(model, plan, batches, rule=rule)) == []
 
 
 def test_each_piece_is_read_once_though_another_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

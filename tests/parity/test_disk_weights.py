@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core.facts import Tier
+from deepstow.strategies.core.layout import Layout
 from deepstow.strategies.core.on_disk import disk_bytes, weights_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
 from deepstow.strategies.engine import AdamW, StowOptimizer, slots, stow
@@ -144,6 +145,24 @@ def test_the_planner_puts_there_what_the_host_has_no_room_for(tmp_path: Path) ->
     expected = plain(made(), batches)
     for each in (plan, enough):
         assert differences(expected, stowed(made(), each, batches)) == []
+
+
+def test_the_files_are_within_what_they_may_take() -> None:
+    """Weights are whole on one drive each, so that their files are uneven."""
+    facts = plan_for(
+        base(BF16, MODELS["llama"] | {"num_hidden_layers": 12}), max_grad_norm=0.0, eval_rows=0, batch=(2, 16)
+    ).facts
+    given: Any = {"weights": "streamed", "disk": [f"/{number}" for number in range(3)], "bucket_size": "4KiB"}
+    taken = set[int]()
+    for most in range(64 << 10, 256 << 10, 8 << 10):
+        for host in (256 << 10, 128 << 10):
+            try:
+                found = planned(facts, **given, disk_memory=f"{most}B", host_memory=host).layout
+            except MemoryRefusal:
+                continue
+            assert isinstance(found, Layout) and disk_bytes(found) <= most
+            taken.add(disk_bytes(found))
+    assert max(taken) > 0
 
 
 # --- from outside ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, parametrize
 
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.models import Net, build
@@ -192,6 +192,7 @@ GRADIENTS: dict[str, Script] = {
     "decay": one_after_another(each(lambda param: param.grad.add_(param, alpha=0.1)), ours),
     "data": one_after_another(each(lambda param: param.grad.data.detach().add_(0.1).mul_(0.5))),
     "assigned": one_after_another(each(lambda param: setattr(param, "grad", param.grad * 0.3 + 0.1)), ours),
+    "divided by 3": one_after_another(each(lambda param: param.grad.div_(3)), ours),
     "out": one_after_another(each(lambda param: torch.mul(param.grad, 0.3, out=param.grad)), ours),
     "a custom operator": one_after_another(each(lambda param: scale(param.grad, 0.3)), ours),
 }  # fmt: skip
@@ -285,6 +286,13 @@ def of_two_weights(model: Any, optimizer: Any) -> None:
 def test_assigning_what_stands_for_a_gradient() -> None:
     refused(net, training(assigned_again), "come from backward only", PLANS["streamed"])
     refused(net, training(of_two_weights), r"assign a clone\(\)", PLANS["streamed"])
+
+
+def test_a_gradient_of_another_shape() -> None:
+    def script(model: Any, optimizer: Any) -> None:
+        model.embed.weight.grad = torch.ones(1)
+
+    refused(net, training(script), "assigned to a parameter that is", PLANS["streamed"])
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -436,6 +444,23 @@ def test_writes_inside_of_present(idiom: str) -> None:
 
 
 # --- what torch.nn.utils.parametrize assigns --------------------------------------------------------------------------
+
+
+# --- what torch.nn.utils.parametrize assigns --------------------------------------------------------------------------
+
+
+class Parametrized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.orthogonal(self.layers[2].spare, orthogonal_map="householder")
+
+
+def test_what_parametrize_assigns_is_refused_in_the_engines_words() -> None:
+    def removed(model: Any, optimizer: Any) -> None:
+        parametrize.remove_parametrizations(model.layers[2].spare, "weight", leave_parametrized=True)
+
+    make = partial(build, Parametrized)
+    refused(make, after_steps(removed), r"set_\(\) on a parameter", PLANS["device"], transfer=Transfer())
 
 
 # --- values of state dicts --------------------------------------------------------------------------------------------

@@ -181,6 +181,13 @@ def test_what_a_strategy_excludes(file: Path) -> None:
     load(file, [f"{sampling}=group_by_length", "strategies.pipeline={stages: 2}"])
 
 
+def test_dump_quotes_what_older_yaml_would_misread(file: Path) -> None:
+    text = load(file, ["training.run_name='1e-4'"]).dump()
+    assert "eval_strategy: 'no'" in text
+    assert "run_name: '1e-4'" in text
+    assert yaml.safe_load(text)["training"]["eval_strategy"] == "no"
+
+
 def test_manual_is_current() -> None:
     for path, text in pages(ROOT / "docs"):
         assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m deepstow.trainer.config.doc"

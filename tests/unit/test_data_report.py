@@ -1,5 +1,6 @@
 """Rows that are too long, empty or masked: what becomes of them, that they are counted, and the report that says so."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -109,6 +110,25 @@ def test_evaluation_documents_that_are_trained_on_are_said(tokenizer: Any) -> No
     assert lines[-1] == "data: 1 of the evaluation documents are trained on, too"
 
 
+def test_what_was_prepared_before_there_were_reports(tokenizer: Any) -> None:
+    """The fingerprint is that of before as well, so its checkpoints are resumed."""
+    write(IDS[:1])
+    first = prepare(tokenizer)
+    assert first.fingerprint == prepare(tokenizer, excess_length_strategy=None).fingerprint
+    assert first.fingerprint != prepare(tokenizer, excess_length_strategy="truncate").fingerprint
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress(terminal: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that knows how many rows there are, on a terminal."""
+    error = io.StringIO()
+    monkeypatch.setattr(error, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", error)
+    write(IDS)
+    prepare(tokenizer, limit=6)
+    assert ("data: d.jsonl:" in error.getvalue() and "/6 [" in error.getvalue()) is terminal
+
+
 def test_rows_are_counted_ahead() -> None:
     write(IDS)
     pq.write_table(pa.table({"text": ["a", "b"]}), "d.parquet")
@@ -124,6 +144,17 @@ def test_rows_are_kept_for_all_runs_of_a_machine(tmp_path: Path, monkeypatch: py
     Path("file").touch()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("file"))
     assert preparing.cache(Path("run")) == Path("run")
+
+
+def test_histogram() -> None:
+    lengths = {"1": 1, "3": 4, "4": 2, "1000": 80}
+    bins = report.binned(lengths, 1)
+    assert bins[1, 2] == 1 and bins[2, 4] == 4 and bins[4, 8] == 2 and bins[8, 16] == 0 and bins[512, 1024] == 80
+    assert sum(report.binned(lengths, 4).values()) == 87
+    shown = report.text({"max_length": 5, "sources": [{"line": "d", "lengths": lengths}], "lines": ["data: train"]})
+    marked = [line for line in shown.splitlines() if "max_length" in line]
+    assert marked == ["      4 to        7             2  #  <- data.max_length 5"]
+    assert max(line.count("#") for line in shown.splitlines()) == 40 and shown.endswith("\n\ndata: train")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,6 +129,14 @@ def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, pack
         assert counted == real
 
 
+def test_no_layer_is_taken_for_dropped() -> None:
+    """OPT compares a random number with ``layerdrop``; a fake one has no value."""
+    whole, dropping = (
+        run_config({**MODELS["opt"], "layerdrop": rate}, per_device_train_batch_size=BATCH) for rate in (0.0, 0.9)
+    )
+    assert bare(count_of(dropping).units) == bare(count_of(whole).units)  # the numbers themselves are temporary
+
+
 @pytest.mark.parametrize(
     ("name", "training"),
     [("bloom", {}), ("mixtral", {}), ("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})],
@@ -138,6 +146,13 @@ def test_temporaries_of_every_unit_are_counted(name: str, training: dict[str, An
     units = count_of(as_in_runs(name, **training)).units
     assert all(unit.temporaries is not None and unit.temporaries.backward > 0 for unit in units)
     assert units[-1].in_chunks is not None and units[-1].in_chunks.logits == BATCH * LENGTH * VOCAB
+
+
+def test_smoothed_labels_are_counted_outside_of_the_model() -> None:
+    """Transformers' Trainer takes the labels from the model; its own loss saves the probabilities of all words."""
+    head = count_of(config_of("llama", label_smoothing_factor=0.1)).units[-1]
+    assert head.in_chunks is None and head.temporaries is not None
+    assert head.saved_bytes >= 4 * BATCH * (LENGTH - 1) * VOCAB
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from deepstow.strategies.state import processes
+from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.planning.from_config import WRITTEN
 from deepstow.trainer.run import lock
@@ -75,6 +76,15 @@ def test_of_many_starters_one_wins_every_time(tmp_path: Path) -> None:
         assert code_of(left.pop()) == 0
         os.close(go[0])
         os.close(stay[0])
+
+
+def test_a_folder_that_a_refused_run_has_made_goes_again(tmp_path: Path) -> None:
+    with held(run_config(LLAMA, output_dir=tmp_path / "a" / "run")):
+        ended = ExitFile()
+        ended.folder = tmp_path / "a" / "run"
+        ended.clear()
+        assert (tmp_path / "a" / "run" / NAME).exists()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_line_names_the_holder_and_a_killed_holder_is_forgotten(tmp_path: Path) -> None:

@@ -122,6 +122,13 @@ def test_cards_are_told_apart() -> None:
         assert probe.peak_flops(name) == {}, name
 
 
+def test_profiles_state_efficiency_of_the_link() -> None:
+    for name, rate in (("h100-pcie5", 53.6e9), ("rtx4090-pcie4", 26.8e9), ("l4-pcie4", 13.4e9)):
+        known = profiles.profile(name).rates
+        assert known is not None and known.up_bytes_per_s == known.down_bytes_per_s == pytest.approx(rate, rel=0.01)
+    assert profiles.profile("cpu").peak_flops == {}
+
+
 def test_unknown_profile_lists_all_and_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as error:
         profiles.profile("H100-pcie4")

@@ -1,6 +1,7 @@
 """Predicted against measured: what is counted, when, and what is written."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,14 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState
 
-from deepstow.strategies.core.plan import Plan
+from deepstow.strategies.core.facts import UnitTimes
+from deepstow.strategies.core.layout import PAGE_BYTES
+from deepstow.strategies.core.plan import RUN, Plan, Stow, Tier
+from deepstow.strategies.engine.memory import accelerator
+from deepstow.trainer.machine.block_timing import median_of
 from deepstow.trainer.run import plan_check
 from deepstow.trainer.run.plan_check import Comparison, PlanCheck
+from tests.helpers import layouts
 from tests.helpers.fakes import CPU, block, facts
 
 
@@ -102,6 +108,18 @@ def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
     assert Comparison("x", 1001, 1000).words == "1000 B, as planned"
 
 
+def test_memory_of_other_ranks_that_a_process_maps_counts_as_its_own(tmp_path: Path) -> None:
+    check = check_of(tmp_path)
+    alone = {each.owner: each.predicted for each in check.compared()}["process, peak"]
+    if accelerator.kind() is None:  # the process holds both homes
+        assert alone == check._plan.peak(Tier.HOST) + check._plan.peak(Tier.DEVICE)
+    bucket = layouts.bucket("b", "layers.0", 1024, shards=4, resident_ticks=((0, 1), (1, 2)))
+    shared = replace(layouts.layout(bucket), common_host=True)
+    check._plan = check._plan.amend([Stow(unit=RUN, reason="", layout=shared)], by="offload")
+    rows = {each.owner: each.predicted for each in check.compared()}
+    assert rows["process, peak"] == alone + 3 * PAGE_BYTES
+
+
 def test_the_median_of_the_first_steps_counts(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """And of a run that ends before the last timed step those that it has made."""
     clock = iter([0.0, 9.0, 10.0, 11.0, 20.0, 22.0])  # step 2 takes 9 s, step 3 takes 1 s, step 4 takes 2 s
@@ -118,3 +136,8 @@ def test_the_median_of_the_first_steps_counts(tmp_path: Path, monkeypatch: Any, 
     monkeypatch.setattr(plan_check, "plan_cost", lambda plan: None)
     check.on_train_end(None, TrainerState(global_step=4, is_world_process_zero=True), None)
     assert capsys.readouterr().out == "measured in steps 2 to 4: 2 s per step, 8 tokens/s\n", "also without rates"
+
+
+def test_the_median_of_each_unit_counts() -> None:
+    found = [UnitTimes((i, 1), (1, 10 * i), (i, i), "") for i in (3.0, 1.0, 2.0)]
+    assert median_of(found) == UnitTimes((2.0, 1), (1, 20.0), (2.0, 2.0), "")

@@ -7,6 +7,7 @@ interpreter ends.
 """
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,13 +19,14 @@ from uuid import uuid4
 import pytest
 
 from deepstow.trainer.config.sections import RunConfig
-from deepstow.trainer.distributed import deepspeed_ops
+from deepstow.trainer.distributed import deepspeed_ops, ranks
 from deepstow.trainer.distributed.ranks import (
     Ranks,
     describe,
     from_environment,
     settle_environment,
     spare_peer_access,
+    unused_port,
 )
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.distributed.stopping import Stop
@@ -71,6 +73,15 @@ def test_settled_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.clear()
     settle_environment(Ranks(world_size=8, local_world_size=8), 2)
     assert environment["OMP_NUM_THREADS"] == "1" and environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+
+
+def test_an_unused_port_is_free_and_not_one_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks.OWN_PORTS[1] <= 32_768, "from where on Linux gives ports to connections"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port := unused_port()))
+        assert ranks.OWN_PORTS[0] <= port < ranks.OWN_PORTS[1]
+        monkeypatch.setattr(ranks, "OWN_PORTS", (port, port + 20))
+        assert port not in {unused_port() for _ in range(200)}
 
 
 @pytest.mark.parametrize(("driver", "expected"), [("535.104.05", ["1", "0"]), ("550.54.14", [None, "0"])])

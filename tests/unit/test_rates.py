@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from deepstow.launch import doctor
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
+from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.machine import disk_rates, profiles, rates
@@ -161,6 +164,23 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 
 
+def test_a_card_of_this_machine_is_known_by_the_names_that_torch_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "stored_at", lambda: tmp_path / "none.json")
+    here = replace(probe(), device_kind="cuda", device_total_bytes=GIB)
+    for name, named in {
+        "NVIDIA H200": "h200-sxm-pcie5", "NVIDIA B200": "b200-pcie5", "NVIDIA L40S": "l40s-pcie4",
+        "AMD Instinct MI300X": "mi300x-pcie5", "AMD Instinct MI300X OAM": "mi300x-pcie5", "Tesla T4": "t4-pcie3",
+        "NVIDIA T4": "t4-pcie3", "NVIDIA A10": "a10-pcie4", "NVIDIA A10G": "a10g-pcie4",
+        "NVIDIA RTX A6000": "a6000-pcie4", "NVIDIA GeForce RTX 4080": "rtx4080-pcie4",
+        "NVIDIA GeForce RTX 3060": "rtx3060-pcie4",
+    }.items():  # fmt: skip
+        assert profiles.known_rates(replace(here, name=name)).rates == profiles.PROFILES[named].rates
+    for other in ("NVIDIA H200 NVL", "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA RTX 6000 Ada Generation"):
+        assert profiles.known_rates(replace(here, name=other)).rates is None
+
+
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
 def test_named_cards_are_complete_and_possible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "stored_at", lambda: pytest.fail("what was measured here does not count"))
@@ -175,6 +195,13 @@ def test_named_cards_are_complete_and_possible(name: str, monkeypatch: pytest.Mo
     for precision in Precision:
         assert 0 < HOST_UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001
     assert known.dram_bytes_per_s < known.device_bytes_per_s
+
+
+def test_updates_are_made_beside_launches() -> None:
+    launched, seen = threading.Event(), list[bool]()
+    with closing(Worker(1)) as worker:
+        rates.beside_launches(lambda: worker.submit(0, lambda: seen.append(launched.wait(10))), launched.set)
+    assert seen == [True]
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -225,6 +252,17 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for wrong in (["--rates", "--build"], ["--out", "x"], ["--disk", "x"]):
         with pytest.raises(SystemExit):
             doctor.main(wrong)
+
+
+def test_rows_of_the_doctor() -> None:
+    fine = doctor.rates_row(StoredRates(some_rates(), "2026-11-21 06:00:00Z"))
+    assert fine.status is doctor.Status.OK and "bf16 600 Tflop/s" in fine.value and "measured 2026-11-21" in fine.value
+    assert "of a named profile" in doctor.rates_row(StoredRates(some_rates(origin="profile"))).value
+    assert "not measured" in doctor.rates_row(StoredRates()).value
+    loud = doctor.rates_row(StoredRates(some_rates(), "2026-11-21", 0.4))
+    assert loud.status is doctor.Status.WARN and "others used 40% of the cores" in loud.value
+    ignored = doctor.rates_row(StoredRates(ignored=f"x is ignored: because; to measure again: {profiles.COMMAND}"))
+    assert ignored == doctor.Row(doctor.Status.WARN, "rates", "x is ignored: because", profiles.COMMAND)
 
 
 # --- network -----------------------------------------------------------------------------------------------------

@@ -188,6 +188,28 @@ def test_a_closed_terminal_is_a_request_and_printing_into_it_ends_nothing() -> N
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
+def test_under_nohup_a_closed_terminal_is_nothing() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child = Child(trains(lambda stop: until_asked(stop) if stop.reason is None else 9))
+        child.send(signal.SIGHUP)
+        child.send(TERM)
+        assert child.end() == (7, ""), "the first would have made the second one end the process"
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def test_after_leaving_a_signal_does_what_it_does_without_us() -> None:
+    def leaves(stop: Stop) -> int:
+        stop.leave()
+        time.sleep(20)
+        return 0
+
+    child = Child(leaves)
+    child.send(TERM)
+    assert child.end() == (-TERM, "")
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [

@@ -86,6 +86,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(folder=folder / "run", hub=known, wandb=of_wandb, mlflow=one, history=history)
 
 
+def test_the_project_is_the_one_of_the_config(told: SimpleNamespace) -> None:
+    assert (told.wandb.project, told.wandb.name, told.mlflow.info.run_name) == ("the-project", "the-run", "the-run")
+
+
 def test_trackers_get_what_the_file_gets(told: SimpleNamespace) -> None:
     for key, number, in_wandb in (("loss", 4, "train/loss"), ("eval_above", 2, "eval/above")):
         found = {record["step"]: record[key] for record in metrics(told.folder) if key in record}

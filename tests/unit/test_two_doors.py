@@ -15,7 +15,8 @@ from deepstow.strategies.core.facts import Precision, Work
 from deepstow.strategies.planner.activation_policy import work_seconds
 from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.trainer.config.sections import RunConfig
-from deepstow.trainer.machine.profiles import profile
+from deepstow.trainer.machine.probe import probe
+from deepstow.trainer.machine.profiles import StoredRates, key_of, profile, save
 from deepstow.trainer.model import build
 from deepstow.trainer.model.params import decay_groups
 from deepstow.trainer.planning.facts import cast_weights, config_of, gather
@@ -176,3 +177,17 @@ def test_autocast_is_computed_with_at_its_rate() -> None:
     assert (
         work_seconds(cast)(products) == MACHINE.rates.seconds(products, Precision.BF16) < work_seconds(plain)(products)
     )
+
+
+def test_the_benchmark_records_what_a_step_of_ours_should_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepstow.benchmarks.harness.contenders import Ours
+    from deepstow.benchmarks.harness.work import Work
+
+    path = tmp_path / "machine.json"
+    monkeypatch.setattr("deepstow.trainer.machine.profiles.stored_at", lambda: path)
+    save(path, StoredRates(MACHINE.rates, key=key_of(probe())))
+    config = run_config(LLAMA)
+    model = build.build(config.model, config_of(config), seed=0, partitioned=False)
+    ours = Ours(Work(model="tiny", rows=2, length=16), model, torch.device("cpu"))
+    ours.optimizer.close()
+    assert ours.settings["predicted_step_s"] > 0

@@ -140,6 +140,22 @@ def test_ranks_that_share_the_engine_declare_its_tolerance() -> None:
         assert command.declared(shared, 4)[0] == 1e-3
 
 
+def test_weights_of_16_bits_are_compared_as_mixed_precision_is(tmp_path: Path) -> None:
+    tensor, same = {"tensor": {"degree": 2}}, {"recompute": {"policy": "full"}}
+    config = run_config(strategies=tensor, model={"dtype": "bfloat16"})
+    assert command.declared(config, 2) == command.declared(run_config(strategies=tensor, bf16=True), 2)
+    assert command.declared(config, 2)[0] > command.declared(run_config(strategies=tensor, optim="sgd"), 2)[0]
+    assert command.declared(run_config(strategies=same, model={"dtype": "bfloat16"}), 2) == (0.0, "")
+    assert shrink(config, tmp_path, 2).training.optim == "sgd"  # since Adam enlarges what is rounded
+
+
+def test_equality_is_not_claimed_of_what_did_not_happen(said: Any) -> None:
+    code, lines = said([check(SAME, ALL), check(SAME, ALL, up=0)], HOST)
+    assert code == 1 and lines[-1].startswith("nothing crossed the link in a run in which something should have")
+    code, lines = said([check(SAME, [ON_HOST, WAIT_HOST, WAIT_DEVICE])], HOST)
+    assert (code, lines[-1]) == (1, f"NOT shown, since it does not occur in the copy: {TRAVEL}")
+
+
 def test_nothing_can_move(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(verify, "_trained", lambda *_: pytest.fail("there is nothing to train"))
     code = command.report(offloading({"site": "device", "weights": "resident"}), 1, 2)
