@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from deepstow.strategies.state import commit
 from deepstow.strategies.state.sealed import MANIFEST, Damaged
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import checkpoint
-from deepstow.trainer.run.checkpoint import FORMER_MARK, WRITING, complete, prune, verified
+from deepstow.trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, prune, verified
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
 
@@ -52,6 +53,17 @@ def test_only_folders_with_their_manifest_count(tmp_path: Path) -> None:
     assert steps(tmp_path) == [5, 10], "not by name"
     with pytest.raises(FileNotFoundError):
         steps(tmp_path / "absent")
+
+
+def test_every_byte_is_compared(tmp_path: Path) -> None:
+    folder = make(tmp_path, 10)
+    assert verified(folder).step == 10
+    damage(folder)
+    with pytest.raises(Damaged, match=r"^model\.safetensors: damaged, its hash is another$"):
+        verified(folder)
+    (folder / "empty").unlink()
+    with pytest.raises(Damaged, match=r"^empty: missing \(and 1 more\)$"):
+        verified(folder)
 
 
 def test_a_manifest_of_another_release_is_one_line(tmp_path: Path) -> None:
@@ -116,6 +128,24 @@ def test_checkpoints_of_later_steps_do_not_push_out_the_one_just_written(tmp_pat
     make(tmp_path, 5, marked=False)  # what is not complete is left alone
     prune(tmp_path, 1, 20, None)
     assert steps(tmp_path) == [20, 30, 40] and (tmp_path / "checkpoint-5").is_dir()
+
+
+def test_half_deleted_has_no_name_and_goes_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 10)
+    make(tmp_path, 20)
+    remove = shutil.rmtree
+
+    def killed(folder: Path) -> None:
+        (folder / "checkpoint-10/model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commit.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path, 1, 20, None)
+    monkeypatch.setattr(commit.shutil, "rmtree", remove)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", DELETED]
+    clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-20"]
 
 
 def test_of_a_link_nothing_is_deleted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,22 @@ def test_a_fresh_run_sets_the_earlier_one_aside_and_deletes_nothing_unless_that_
     assert names(tmp_path) == {"earlier-1", "earlier-2", "plan.json", "facts.json"}
 
 
+def test_a_run_that_goes_back_sets_aside_what_came_after(tmp_path: Path) -> None:
+    first, *_ = (make(tmp_path, step, history=HISTORY) for step in (10, 20, 30))
+    (tmp_path / "checkpoint-30" / "model.safetensors").write_bytes(b"damaged")
+    record(tmp_path, *HISTORY, {"loss": 2.5, "step": 20})
+    (tmp_path / "runs").mkdir()
+    export(tmp_path, 30, None)
+    further(tmp_path, "int8")
+    (line,) = set_aside(tmp_path, first, overwrite=True)
+    gone = "checkpoint-20, checkpoint-30, export, export-int8"
+    assert line == f"gone back to checkpoint-10: what came after it ({gone}) is now in {tmp_path / 'earlier-1'}"
+    assert names(tmp_path) == {"earlier-1", "checkpoint-10", "metrics.jsonl"}
+    assert names(tmp_path / "earlier-1") == {*gone.split(", "), "metrics.jsonl", "runs"}
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (tmp_path / "earlier-1" / "metrics.jsonl").read_bytes()
+    assert set_aside(tmp_path, first) == []
+
+
 def test_a_run_that_goes_on_moves_nothing(tmp_path: Path) -> None:
     """After a kill, whose records go on; longer than before, or after its end."""
     first, last = (make(tmp_path, step, history=HISTORY) for step in (10, 20))
@@ -81,6 +98,23 @@ def test_a_run_that_goes_on_moves_nothing(tmp_path: Path) -> None:
     assert first.is_dir()
 
 
+@pytest.mark.parametrize("how", ["elsewhere", "copied into the folder"])
+def test_of_another_runs_checkpoint_all_of_this_folder_is_another_history(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    other = make(tmp_path / "other", 10, history=[{"loss": 4.25, "step": 5}, {"loss": 3.5, "step": 10}])
+    given = [make(folder, step, history=HISTORY) for step in (5, 20)]
+    record(folder, *HISTORY)
+    export(folder, 5, given[0])
+    if how != "elsewhere":
+        other = shutil.copytree(other, folder / "checkpoint-10")
+    (line,) = set_aside(folder, other)
+    assert line == f"{other} is another run's: what was in {folder} before is now in {folder / 'earlier-1'}"
+    assert names(folder / "earlier-1") == {"checkpoint-5", "checkpoint-20", "export", "metrics.jsonl"}
+    assert names(folder) == {"earlier-1"} | ({"checkpoint-10"} if how != "elsewhere" else set())
+    record(folder, {"loss": 9.0, "step": 3})
+    assert bool(set_aside(folder, other)), "records of a run that has saved nothing are no history of this one"
+
+
 def test_losses_that_are_no_numbers_are_a_history_too(tmp_path: Path) -> None:
     """And one that is logged after the save of its step, as at the end of an epoch, is no other history."""
     found = verified(make(tmp_path, 10, history=[{"loss": float("nan"), "step": 5}]))
@@ -88,6 +122,39 @@ def test_losses_that_are_no_numbers_are_a_history_too(tmp_path: Path) -> None:
     assert earlier.is_of(tmp_path, found)
     record(tmp_path, {"loss": "inf", "step": 5})
     assert not earlier.is_of(tmp_path, found)
+
+
+def test_an_export_that_names_no_checkpoint_moves_alone(tmp_path: Path) -> None:
+    """Of an earlier release, or of a step that was not saved; and what was made of another export."""
+    last = make(tmp_path, 20, history=HISTORY)
+    record(tmp_path, *HISTORY)
+    made = export(tmp_path, 20, None)
+    seal(made, finished.KIND, {"step": 20, "max_steps": 20})
+    further(tmp_path, "int8")
+    assert set_aside(tmp_path, last) == [
+        f"export, export-int8: not known to be made of checkpoint-20, so not kept in place; now in {tmp_path}/earlier-1"
+    ]
+    assert names(tmp_path / "earlier-1") == {"export", "export-int8"}
+    export(tmp_path, 20, last)
+    (tmp_path / "export-int8").mkdir()
+    (line,) = set_aside(tmp_path, last)
+    assert line.startswith("export-int8: ") and (tmp_path / "export").is_dir()
+
+
+def test_an_export_of_this_step_with_other_weights_is_undone(tmp_path: Path) -> None:
+    last = make(tmp_path, 20, history=HISTORY)
+    export(tmp_path, 20, make(tmp_path / "other", 20, history=HISTORY[:1]))
+    assert names(tmp_path) >= {"export"} and "gone back to checkpoint-20" in set_aside(tmp_path, last)[0]
+
+
+def test_of_a_link_the_link_moves(tmp_path: Path) -> None:
+    elsewhere = make(tmp_path / "archive", 10)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint-10").symlink_to("../archive/checkpoint-10")
+    assert set_aside(tmp_path / "run")
+    assert verified(tmp_path / "run/earlier-1/checkpoint-10").step == 10, "a relative link still leads there"
+    set_aside(tmp_path / "run", overwrite=True)
+    assert verified(elsewhere).step == 10
 
 
 class Killed(BaseException):
