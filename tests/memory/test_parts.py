@@ -53,8 +53,8 @@ def watched(seen: list[int]) -> Iterator[None]:
 
 
 def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
-    """Of each rank: bytes of the parameters that it has, and the growth of its memory until DeepSpeed's layers have taken
-    their slices, and what is whole is the rank's own.
+    """Of each rank: bytes of its parameters, and the growth of its memory until DeepSpeed's layers have taken their
+    slices, and what is whole is the rank's own.
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
