@@ -45,7 +45,7 @@ RECORDS = ("record",)
 DONE = ("result", "join", "synchronize", "wait", "drain")  # without a value that somebody takes
 SETTLES = ("settle", "_settle")  # and what begins with these and an underscore
 TESTS = (
-    "tests/parity/test_engine.py", "tests/parity/test_activations.py", "tests/parity/test_ahead.py",
+    "tests/parity/test_engine.py", "tests/parity/test_activations.py", "tests/parity/test_slots.py",
     "tests/parity/test_disk_weights.py", "tests/parity/test_disk_trained.py", "tests/parity/test_one_place.py",
 )  # fmt: skip
 # Seconds of CPU for one test; seconds after which a test is stuck.

@@ -42,31 +42,24 @@ def case(
     strategies: dict[str, Any],
     *,
     slow: bool = False,
-    rare: bool = False,
     model: Any = MODEL,
     killed: bool = False,
     more: tuple[str, ...] = (),
 ) -> Any:
-    kept = [*([pytest.mark.slow] if slow or rare else []), *([pytest.mark.rare] if rare else [])]
-    marks = [*kept, *map(needs, strategies.keys() & {"sequence", "experts"})]
+    marks = [*([pytest.mark.slow] if slow else []), *map(needs, strategies.keys() & {"sequence", "experts"})]
     return pytest.param(num_ranks, strategies, model, killed, more, id=name, marks=marks)
 
 
 CASES = [
     case("highest stage", 2, {"zero": {"stage": HIGHEST_STAGE}}),
-    case("stage 2 on two ranks", 2, {"zero": {"stage": 2}}, rare=True),
     case("offload, recompute", 1, {**STREAMED, **SENT}),
-    case("offload on two ranks", 2, STREAMED, rare=True),
     case("offload shared by two ranks, weights too", 2, {**STREAMED, "zero": {"stage": 3}}, killed=True),
     case("adapters on four bits, by Lion", 1, STREAMED, slow=True, killed=True, more=QLORA),
-    case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, rare=True),
     case("tensor 2 x data 2 in the memory engine", 4, {"tensor": {"degree": 2}, **ON_HOST}, slow=True),
-    case("tensor in chunks", 2, {"tensor": {"degree": 2, "chunks": 2}}, rare=True),
     case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, **ON_HOST}, slow=True),
-    case("pipeline 2 x data 2, divided state", 4, {**STAGES, "zero": {"stage": 1}}, rare=True),
     case("pipeline 2 x tensor 2", 4, {**STAGES, "tensor": {"degree": 2}}, slow=True),
     case("sequence 2 x data 2", 4, {"sequence": {"degree": 2}, "zero": {"stage": 2}}, slow=True, model=NO_DROPOUT),
-    case("experts 2 x data 2", 4, {"experts": {"degree": 2}}, rare=True, model=MIXTURE),
+    case("experts 2 x data 2", 4, {"experts": {"degree": 2}}, slow=True, model=MIXTURE),
 ]
 
 

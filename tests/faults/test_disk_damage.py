@@ -77,13 +77,13 @@ def places_of(optimizer: StowOptimizer, what: str) -> tuple[ScratchFile, list[tu
     return file, [(at, memory.numel()) for slot, memory, at in of_it if held[id(slot)] != index_of[at]]
 
 
-def damage(file: ScratchFile, offset: int, num_bytes: int, mask: int) -> None:
-    """Change bytes as no program does that has the file open."""
+def damage(file: ScratchFile, offset: int) -> None:
+    """Flip a bit as no program does that has the file open."""
     with Path(f"/proc/self/fd/{file._handle}").open("r+b", buffering=0) as drive:
         drive.seek(offset)
-        content = drive.read(num_bytes)
+        (byte,) = drive.read(1)
         drive.seek(offset)
-        drive.write(bytes(byte ^ mask for byte in content))
+        drive.write(bytes([byte ^ 1]))
 
 
 CASES: dict[str, tuple[Callable[[Path], tuple[nn.Module, StowOptimizer]], str]] = {
@@ -98,9 +98,8 @@ CASES: dict[str, tuple[Callable[[Path], tuple[nn.Module, StowOptimizer]], str]] 
 }
 
 
-@pytest.mark.parametrize(("num_bytes", "mask"), [(1, 1), (9, 0xFF)], ids=["a bit", "nine bytes"])
 @pytest.mark.parametrize("case", CASES)
-def test_what_changed_on_the_drive_is_not_used(case: str, num_bytes: int, mask: int, tmp_path: Path) -> None:
+def test_what_changed_on_the_drive_is_not_used(case: str, tmp_path: Path) -> None:
     """Neither for training nor for what is saved; the line names the drive and where on it."""
     make, what = CASES[case]
     model, optimizer = make(tmp_path)
@@ -110,7 +109,7 @@ def test_what_changed_on_the_drive_is_not_used(case: str, num_bytes: int, mask: 
         optimizer.save(tmp_path / "saved")
     file, places = places_of(optimizer, what)
     for offset, size in places:
-        damage(file, offset + size // 2, num_bytes, mask)
+        damage(file, offset + size // 2)
     said = f"the disk tier in {file._folder}: .* of {what} could not be read: at byte [0-9]+ of the file the drive has "
     if what == "weights":
         with pytest.raises(DiskError, match=said):
@@ -133,7 +132,7 @@ def test_drives_are_believed_where_the_config_says_so(tmp_path: Path) -> None:
     optimizer.drain()
     file, places = places_of(optimizer, "optimizer state")
     for offset, size in places:
-        damage(file, offset + size // 2, 1, 1)
+        damage(file, offset + size // 2)
     train(model, optimizer, BATCHES[1:2])
 
 
@@ -173,7 +172,7 @@ def test_what_is_written_beside_damaged_bytes_does_not_hide_them(dtype: torch.dt
     _, _, _, offset = optimizer.engine.disk_weights._places[bucket.index]
     other = next(each for number, each in enumerate(bucket.params) if number != index)
     value = torch.ones(other.shape, dtype=dtype)
-    damage(file, offset + bucket.bytes_of(index)[0].start, 1, 1)
+    damage(file, offset + bucket.bytes_of(index)[0].start)
     with pytest.raises(DiskError):
         optimizer.access.set_weight(other, value)
 

@@ -138,15 +138,6 @@ def test_a_checkpoint_that_goes_while_it_is_read(home: Path, folder: Path, tmp_p
     assert not [*(tmp_path / "new").glob("checkpoint-*")]
 
 
-def test_with_the_same_config(home: Path, folder: Path) -> None:
-    """The bits are those of before, and so are the names of the checkpoints."""
-    before = origin(folder)
-    start(home, folder, from_step(folder, 4))
-    assert digest(folder / "export") == digest(home / "run" / "export") == digest(folder / "earlier-1" / "export")
-    assert losses(folder) == losses(folder / "earlier-1") and before == origin(folder / "earlier-1")
-    assert origin(folder) == checkpoint.digest(folder / "checkpoint-6")
-
-
 @pytest.mark.parametrize("step", [4, STEPS])
 def test_another_runs_checkpoint(step: int, home: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the middle, or at its end, when its export is made without a step. Its seed is another one."""

@@ -19,8 +19,7 @@ from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine import StowOptimizer, stow
 from deepstow.strategies.engine.forward.checkpointing import recompute
-from deepstow.strategies.planner.step_cost import evictions_of, problem_of, traffic
-from deepstow.strategies.planner.tasks import build_tasks
+from deepstow.strategies.planner.step_cost import traffic
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.model.build import load_config
 from deepstow.trainer.planning.plan_for import plan_for
@@ -164,20 +163,3 @@ def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtyp
         moved.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
     assert moved[2] == moved[3] == traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
     optimizer.close()
-
-
-def test_an_update_that_makes_a_weight_waits_until_its_addresses_are_free() -> None:
-    """In the simulator it takes the place of the reload: the weight that was there has gone down before."""
-    plan = plan_of("llama", OPTIONS[5], 1.0, torch.bfloat16)
-    assert plan.layout is not None
-    problem = problem_of(plan.facts, plan.layout, ASSUMED)
-    tasks = build_tasks(problem, list(evictions_of(problem, plan.layout)), 3)
-    waits = {(one.label, later.label) for one in tasks for later in one.then if one.label.startswith("weight ")}
-    updates = {pair for pair in waits if pair[1].startswith("update ")}
-    names = [weight.name for weight in problem.weights]
-    allowed = {
-        (f"weight {names[other]}", f"update {weight.name}")
-        for weight in problem.weights
-        for other in weight.overlapping
-    }
-    assert updates and updates <= allowed

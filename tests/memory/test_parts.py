@@ -1,6 +1,5 @@
 """Host memory of ranks that load their parts, on real ranks: what no other process shares (USS), at its peak."""
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,33 +19,28 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.model.build import build, load_config
 from deepstow.trainer.model.undisturbed import in_fork
-from tests.helpers.releases import needs
-from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
+from tests.helpers.tiny import LLAMA, run_config
 
 BIG: Mapping[str, Any] = {  # 430 MiB of fp32
     **LLAMA, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 1024,
 }  # fmt: skip
-MIXTURE: Mapping[str, Any] = {  # 410 MiB, nearly all of it experts'
-    **MIXTRAL, "hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 32, "num_local_experts": 8,
-    "head_dim": 16, "vocab_size": 1024,
-}  # fmt: skip
-MMAP_THRESHOLD = -3  # glibc's number
 EVERY_S = 0.01
 SPARE = 1.2
 
 
 @contextmanager
-def watched(
-    seen: list[int], size: Callable[[psutil.Process], int] = lambda process: int(process.memory_full_info().uss)
-) -> Iterator[None]:
+def watched(seen: list[int]) -> Iterator[None]:
     """Appends how much the memory of this process alone has grown at most inside."""
     process, over = psutil.Process(), Event()
-    before = size(process)
-    sizes = [before]
+
+    def size() -> int:
+        return int(process.memory_full_info().uss)
+
+    sizes = [size()]
 
     def watch() -> None:
         while not over.wait(EVERY_S):
-            sizes.append(size(process))
+            sizes.append(size())
 
     thread = Thread(target=watch)
     thread.start()
@@ -55,35 +49,13 @@ def watched(
     finally:
         over.set()
         thread.join()
-        seen.append(max(*sizes, size(process)) - before)
-
-
-def loaded(ranks: Ranks, config: RunConfig, *sizes: Callable[[psutil.Process], int]) -> list[Any]:
-    """Of each rank: bytes of the parameters that it has, and the growth of its memory until it has them."""
-    from deepstow.trainer.run import order
-    from deepstow.trainer.verify.verify import random_run
-
-    run, seen = random_run(config, ranks), list[int]()
-    with watched(seen, *sizes):
-        model = order.make_model(run)
-        for param in model.parameters():
-            param.data.mul_(1)  # pages that are a file's so far become the process's own
-    held = sum(param.nbytes for param in model.parameters())
-    everyones: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyones, (held, seen[0]))
-    return everyones
-
-
-def loaded_mixture(ranks: Ranks, config: RunConfig) -> list[Any]:
-    """As ``loaded``, of memory that no file backs: of each of many small tensors Transformers touches a page or more as
-    it makes a model without values. Tensors of real size have mappings of their own.
-    """
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
-    return loaded(ranks, config, not_of_files)
+        seen.append(max(*sizes, size()) - sizes[0])
 
 
 def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
-    """As ``loaded``, until DeepSpeed's layers have taken their slices and what is whole is the rank's own."""
+    """Of each rank: bytes of its parameters, and the growth of its memory until DeepSpeed's layers have taken their
+    slices, and what is whole is the rank's own.
+    """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
     from deepstow.trainer.run import order
@@ -104,13 +76,6 @@ def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
     return everyones
 
 
-def in_both(ranks: Ranks, config: RunConfig) -> list[Any]:
-    """As ``loaded``; the stage's layers are divided as it is made. What DeepSpeed itself takes is there before."""
-    from deepspeed.module_inject import auto_tp, layers  # noqa: F401
-
-    return loaded(ranks, config)
-
-
 def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
     """Of each rank: the growth of its memory until it has its spans, and what of that stays. What libraries take once
     is taken by a ``small`` run before.
@@ -127,42 +92,6 @@ def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
     everyones: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(everyones, (seen[0], process.memory_full_info().uss - before))
     return everyones
-
-
-def written(ranks: Ranks, small: RunConfig, config: RunConfig) -> list[Any]:
-    """Of each rank: how much memory that no file backs it takes to write a checkpoint's model and an export, which is
-    checked by loading it; whether a ``small`` model has the same bytes as one that is gathered in memory; and how much
-    of the disk the nameless file took.
-    """
-    from deepstow.trainer.run import order
-    from deepstow.trainer.run.export import export
-    from deepstow.trainer.verify.verify import random_run
-
-    # What malloc keeps of memory that was given back depends on the order of sizes: large tensors have their own here.
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
-    same, seen, spilled = [], list[int](), 0
-    for each in (small, config):
-        run, folder = random_run(each, ranks), Path(each.training.output_dir)
-        trainer = order.make_trainer(run)
-        trainer.train()
-        with watched(seen, not_of_files):
-            trainer.save_model(str(folder / "saved"))
-            spilled = trainer.spilled_bytes
-            export(trainer, run.tokenizer, each)
-        state = trainer.whole_state() if each is small else {}
-        if state and ranks.is_first:
-            trainer.accelerator.unwrap_model(trainer.whole).save_pretrained(folder / "whole", state_dict=state)
-            files = [folder / name / "model.safetensors" for name in ("whole", "saved", "export")]
-            same.append(len({path.read_bytes() for path in files}) == 1)
-    everyones: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyones, (seen[1], same, spilled))
-    return everyones
-
-
-def not_of_files(process: psutil.Process) -> int:
-    """Memory that the kernel cannot take back."""
-    memory = process.memory_info()
-    return int(memory.rss - memory.shared)
 
 
 def saved(folder: Path, base: Mapping[str, Any] = BIG) -> None:
@@ -190,45 +119,6 @@ def no_more_than_its_part(held: int, grown: int) -> None:
     assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
 
 
-@pytest.mark.rare
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["random", "saved", "saved, in 16 bits"])
-def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
-    make = partial(run_config, strategies={"pipeline": {"stages": 4}}, gradient_accumulation_steps=4)
-    config, size = of_kind(kind, make, tmp_path / "saved")
-    found = run_world(4, loaded, config)
-    assert sum(held for held, _ in found) == size
-    for held, grown in found:
-        no_more_than_its_part(held, grown)
-
-
-@pytest.mark.rare
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["random", "saved, in 16 bits"])
-def test_a_divided_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
-    strategies = {"pipeline": {"stages": 2}, "tensor": {"degree": 2}}
-    make = partial(run_config, output_dir=tmp_path / "run", strategies=strategies, gradient_accumulation_steps=2)
-    config, size = of_kind(kind, make, tmp_path / "saved")
-    for held, grown in run_world(4, in_both, config):
-        assert 0.23 * size < held < 0.27 * size
-        no_more_than_its_part(held, grown)
-
-
-@pytest.mark.rare
-@pytest.mark.slow
-@needs("experts")
-@pytest.mark.parametrize("name", ["experts", "pipeline"])
-def test_experts_are_loaded_in_part(name: str, tmp_path: Path) -> None:
-    """Of a saved mixture, whose files have a tensor for each expert and whose model has one for a layer's."""
-    in_fork(partial(saved, tmp_path / "saved", MIXTURE))
-    section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
-    strategies = {"experts": {"degree": 4}} if name == "experts" else {"pipeline": {"stages": 4}}
-    config = run_config(None, strategies=strategies, model=section, gradient_accumulation_steps=4)
-    for held, grown in run_world(4, loaded_mixture, config):
-        assert held < 0.3 * whole_bytes(config)
-        no_more_than_its_part(held, grown)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "saved"])
 def test_the_engine_loads_no_more_than_spans(kind: str, tmp_path: Path) -> None:
@@ -251,30 +141,3 @@ def test_a_tensor_rank_takes_no_more_than_its_slices(kind: str, tmp_path: Path) 
     for held, grown in run_world(2, divided, config):
         assert held < 0.55 * size
         no_more_than_its_part(held, grown)
-
-
-@pytest.mark.rare
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipeline", "tensor", "spans", pytest.param("experts", marks=needs("experts"))])
-def test_who_writes_the_model_does_not_have_all_of_it(kind: str, tmp_path: Path) -> None:
-    """A file has what was gathered, so the first rank takes less than a fifth of its part besides; and where experts
-    are taken apart a second file has these.
-    """
-    mixture = kind == "experts"
-    strategies: Mapping[str, Mapping[str, Any]] = {
-        "pipeline": {"pipeline": {"stages": 2}},
-        "tensor": {"tensor": {"degree": 2}},
-        "spans": {"zero": {"stage": 3}, "offload": {"weights": "streamed", "site": "host"}},
-        "experts": {"experts": {"degree": 2}},
-    }
-    make = partial(
-        run_config, strategies=strategies[kind], optim="sgd", save_strategy="no", max_steps=1,
-        gradient_accumulation_steps=2,
-    )  # fmt: skip
-    big = make(MIXTURE if mixture else BIG, output_dir=tmp_path / "run")
-    part = whole_bytes(big) // 2
-    small = make(MIXTRAL if mixture else LLAMA, output_dir=tmp_path / "small")
-    (grown, same, spilled), _ = run_world(2, written, small, big)
-    assert same == [True]
-    assert spilled >= (3.9 if mixture else 2) * part, "the room that is looked for before a checkpoint has to be known"
-    assert grown < (SPARE - 1) * part, f"{grown / part:.2f} of its part, which is {part:,} bytes"

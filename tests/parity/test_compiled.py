@@ -186,11 +186,11 @@ def peak_of(model: Any, batch: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.rare)])
-def test_what_inductor_generates(kind: str) -> None:
+def test_what_inductor_generates() -> None:
     """Plain, and with weights that travel, recomputed or not: the same bits, which are not
-    those of eager blocks; one compilation, and what it saves is what was counted. GPT-2 draws dropout.
+    those of eager blocks; one compilation, and what it saves is what was counted.
     """
+    kind = "llama"
     batches = [{name: one.clone() for name, one in each.items()} for each in tokens(kind, STEPS)]
     expected = plain(made(kind, "inductor"), batches, max_norm=0.05)
     assert graphs() == 1

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES, Layout
-from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
+from deepstow.strategies.core.on_disk import pieces_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory import disk_state, scratch_file, tiers
@@ -93,28 +91,6 @@ def test_momentum_by_threads_in_small_pieces(tmp_path: Path, monkeypatch: pytest
     assert differences(plain(build("llama"), batches, make=make), stowed(model, plan, batches, rule=rule)) == []
 
 
-def test_what_is_expected_waits_until_its_slot_is_free(tmp_path: Path) -> None:
-    plan = plan_of(build("llama"), disk=[str(tmp_path)], **HOST)
-    disk = disk_state.DiskState(plan.layout, Arena(plan.place.addresses, torch.device("cpu")))
-    first, second = next(
-        (one, other)
-        for one, other in combinations(disk.stretches, 2)
-        if disk.stretches[one][0].moments[0].data_ptr() == disk.stretches[other][0].moments[0].data_ptr()
-    )
-    for index in (first, second):
-        for stretch in disk.stretches[index]:
-            with stretch.at_hand(writes=True, behind=True):
-                stretch.moments[0].fill_(1 + index)
-    stretch, other = disk.stretches[first][0], disk.stretches[second][0]
-    with stretch.at_hand():
-        disk.expect([second])
-        time.sleep(0.1)  # its thread would have read it by now
-        assert stretch.moments[0].eq(1 + first).all()
-    with other.at_hand():
-        assert other.moments[0].eq(1 + second).all()
-    disk.close()
-
-
 def test_each_piece_is_read_once_though_another_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In backward the bucket before is complete while this one is updated, and would be the first to be read."""
     monkeypatch.setattr(slots, "thread", Early)
@@ -159,38 +135,6 @@ def test_after_close_there_is_no_state_any_more(tmp_path: Path) -> None:
     optimizer.close()
     with pytest.raises(RuntimeError, match="state on the disk ends with close"):
         optimizer.state_of(next(model.parameters()))
-
-
-def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
-    """The planner puts there what the host has no room for, and no more; what a refusal names is enough."""
-    sizes = {"num_hidden_layers": 12, "vocab_size": 32, "hidden_size": 96, "intermediate_size": 192}
-    config = MODELS["llama"] | sizes
-
-    def made() -> Any:
-        return model_of(config).to(BF16).train()
-
-    model = made()
-    facts = plan_for(model, max_grad_norm=0.0, eval_rows=0, batch=(2, 16)).facts
-    state = 12 * sum(param.numel() for param in model.parameters())
-    given: Any = {"site": "host", "disk": str(tmp_path), "disk_memory": "64MiB", "host_memory": state // 3}
-    plan = planned(facts, **given)
-    assert plan.layout is not None and plan.place is not None
-    assert plan.place.addresses.num_bytes(Tier.HOST) <= state // 3
-    assert disk_bytes(plan.layout) > state // 2
-    some = planned(facts, **given | {"host_memory": state})
-    assert some.layout is not None and some.place is not None
-    largest = max(bucket.state_bytes(2) for bucket in some.layout.buckets if bucket.on_disk)
-    assert state - some.place.addresses.num_bytes(Tier.HOST) < 2 * largest, "more is there than has to be"
-    assert disk_bytes(planned(facts, **given | {"host_memory": 2 * state}).layout) == 0
-    with pytest.raises(MemoryRefusal) as refused:
-        planned(facts, **given | {"host_memory": 10_000})
-    enough = planned(facts, **given | {"host_memory": refused.value.needed})
-    assert enough.place is not None and enough.place.addresses.num_bytes(Tier.HOST) <= refused.value.needed
-    with pytest.raises(MemoryRefusal):
-        planned(facts, **given | {"disk_memory": "64KiB"})
-    ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
-    batches = [{"input_ids": ids, "labels": ids}] * 3
-    assert differences(plain(made(), batches), stowed(model, plan, batches)) == []
 
 
 def test_two_bytes_per_parameter_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

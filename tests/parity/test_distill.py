@@ -21,7 +21,6 @@ from deepstow.trainer.data import prepare, pydoc_rows, teacher
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.distributed.ranks import Ranks
-from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.machine.probe import probe
@@ -313,22 +312,6 @@ def test_room_on_the_disk(home: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda path: transformers.utils.ModelOutput(free=1000))
     with pytest.raises(ConfigError, match=r"distill.top_k = 7: .* answers take .* and .* has 1000 B free"):
         runs.order.prepare(load_tree(tree_of(home, tmp_path, top_k=7)), Ranks())
-
-
-def _two(ranks: Ranks, tree: dict[str, Any]) -> int:
-    runs._whole(load_tree(tree), ranks, Stop(), None, [])
-    return 0
-
-
-@pytest.mark.rare
-@pytest.mark.slow
-def test_two_ranks_as_one_that_accumulates(home: Path, plain: Path, tmp_path: Path) -> None:
-    for path in prepare.cache(home).glob("*/000000.arrow"):
-        shutil.rmtree(path.parent)  # so that one of the two asks
-    tree = tree_of(home, tmp_path / "run", TIGHT, training={"gradient_accumulation_steps": 1})
-    assert run_world(2, _two, tree, deepspeed=False) == 0
-    found = weights(tmp_path / "run")
-    assert all(torch.allclose(found[name], each, rtol=0, atol=1e-6) for name, each in weights(plain).items())
 
 
 @pytest.mark.slow

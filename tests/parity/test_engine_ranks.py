@@ -255,25 +255,20 @@ def common_memory(ranks: Ranks, dtype: torch.dtype, weights: str) -> list[str]:
 
 
 LOOPS: Mapping[str, Callable[[Ranks], list[Any]]] = {
-    "one bad rank": partial(one_bad_rank, max_norm=0.0, dtype=torch.float32, zero=None),
     "one bad rank, bf16, clipped": partial(one_bad_rank, max_norm=1.0, dtype=torch.bfloat16, zero=None),
     "one bad rank, bf16, shared": partial(one_bad_rank, max_norm=0.0, dtype=torch.bfloat16, zero={"stage": 3}),
     "one bad rank, clipped, shared": partial(one_bad_rank, max_norm=1.0, dtype=torch.float32, zero={"stage": 3}),
-    "blocks left out": partial(leaving_out, site="host", max_norm=0.0),
     "blocks left out, clipped, streamed": partial(leaving_out, site="streamed"),
     "blocks left out, clipped, bf16": partial(leaving_out, site="host", dtype=torch.bfloat16),
     **{f"a block left out by all, {site}": partial(leaving_out, site=site, shared=True)
        for site in ("host", "streamed", "device")},
-    "buffers": partial(buffers, accumulation=1),
     "buffers, accumulated": partial(buffers, accumulation=3),
     "summed first": summed_first,
     "read between backward and step": between,
     "one copy for a checkpoint": read_by_the_first,
     "multiplied and clipped": partial(multiplied_and_clipped, zero=None),
     "multiplied and clipped, shared": partial(multiplied_and_clipped, zero={"stage": 3}),
-    "frozen later": partial(frozen_later, site="device", weights="travelling", prefetch=1),
     "frozen later, on the host": partial(frozen_later, site="host", weights="travelling", park="host"),
-    "frozen later, streamed": partial(frozen_later, site="streamed", park="host", prefetch=0),
     "common memory": partial(common_memory, dtype=torch.float32, weights="travelling"),
     "common memory, resident": partial(common_memory, dtype=torch.bfloat16, weights="resident"),
 }  # fmt: skip

@@ -112,16 +112,6 @@ def test_outer_steps_are_those_written_plainly(ranks: int) -> None:
             assert apart <= tolerance, f"{name}: parameter {number} is {apart} off"
 
 
-def test_one_local_step_of_sgd_is_averaging_gradients() -> None:
-    """Weights of about 1 go into the difference and come out again, rounded by 2^-24 each time."""
-    how, ranks = Compression("none", 1, 1, 0, 1, 1.0, 0.0), 4
-    found = run_counted(ranks, _cases, [("sgd", how, "sgd")])["sgd"]
-    for number, weight in enumerate(_begin()):
-        for every in _gradients(ranks):
-            weight -= 1e-2 * torch.stack([each[number] for each in every]).mean(0)
-        assert float((found[str(number)] - weight).abs().max()) <= 5e-6
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 

@@ -25,14 +25,6 @@ def clips(model: Any, optimizer: Any) -> float:
     return float(clip_grad_norm_(model.parameters(), NORM))
 
 
-def clips_one_by_one(model: Any, optimizer: Any) -> float:
-    return float(clip_grad_norm_(model.parameters(), NORM, foreach=False))
-
-
-def looks_and_clips(model: Any, optimizer: Any) -> list[float]:
-    return [*(float(p.grad.norm()) for p in model.parameters() if p.grad is not None), clips(model, optimizer)]
-
-
 def looks_at_the_norm(model: Any, optimizer: Any) -> float:
     return float(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
@@ -104,8 +96,6 @@ SAME: dict[str, Callable[[], None]] = {
     "torch's function": same(
         llama, training(clips, steps=6, passes=(3,)), LAYOUTS, clips=True, accumulation=3, max_norm=NORM
     ),
-    "one by one": same(llama, training(clips_one_by_one), LAYOUTS, clips=True, max_norm=NORM),
-    "looks and clips": same(llama, training(looks_and_clips), LAYOUTS, clips=True, max_norm=NORM),
     "who only looks is clipped as planned": same(llama, training(looks_at_the_norm), LAYOUTS, max_norm=NORM),
     "by Accelerate": same(llama, by_accelerate, LAYOUTS, clips=True, max_norm=NORM),
     "gradients are read": same(
@@ -114,7 +104,6 @@ SAME: dict[str, Callable[[], None]] = {
     "some unwanted, the loop clips": same(llama, unwanted(clips), LAYOUTS, clips=True, accumulation=3, max_norm=NORM),
     "some unwanted, the plan clips": same(llama, unwanted(None), LAYOUTS, max_norm=NORM),
     "fp16": same(llama, in_fp16, LAYOUTS, clips=True, accumulation=2, max_norm=NORM, fused=False),
-    "fp16, fused, not clipped": same(llama, partial(in_fp16, clips=False), LAYOUTS, accumulation=2),
     "compiled": same(partial(build, Net), compiles, [{"site": "host"}], max_norm=NORM),
 }
 

@@ -12,7 +12,7 @@ from torch import nn
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.model.sparsity import chosen, exact, keep_zeros, replace
 from tests.helpers.engine import LAYOUTS
-from tests.helpers.marks import in_turns, rarely, slowly
+from tests.helpers.marks import in_turns, slowly
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
@@ -81,7 +81,7 @@ class Masks(transformers.TrainerCallback):
         [hook.remove() for hook in hooks]
         for name, layer in self.layers.items():
             size = layer.weight.abs() * (squares[name].sqrt() if self.method == "wanda" else 1.0)
-            groups = {"wanda": size, "magnitude": size.reshape(1, -1), "2:4": size.reshape(-1, 4)}[self.method]
+            groups = size if self.method == "wanda" else size.reshape(-1, 4)
             lowest = groups.argsort(dim=1, stable=True)[:, : round(share * groups.shape[1])]
             self.masks[name] = torch.ones_like(groups).scatter(1, lowest, 0.0).view(layer.weight.shape)
         self.on_optimizer_step()
@@ -106,7 +106,7 @@ def pruned(home: Path, run: Path, method: str, strategies: Any = None, **trainin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [rarely("magnitude"), "wanda", slowly("2:4")])
+@pytest.mark.parametrize("method", ["wanda", slowly("2:4")])
 def test_as_a_loop_that_masks(home: Path, tmp_path: Path, method: str) -> None:
     """Plainly, streamed, and streamed from the checkpoint of the step before a round and of one between two."""
     plain = pruned(home, tmp_path / "plain", method)

@@ -7,7 +7,6 @@ block only looks at what may be kept; from the second on it is kept.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.verify.verify import compare, shrink, train
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
-from tests.helpers.marks import rarely, slowly
+from tests.helpers.marks import slowly
 from tests.helpers.models import Odd, Spec, build, causal, odd_batches, tokens
 from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
@@ -149,11 +148,10 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
 
 
 # Each layout with two models.
-OFTEN = (("llama", 0), ("experts", 0), ("gpt2", 1), ("mixtral", 1), ("experts", 2), ("llama", 2))
-WITH_OFFLOAD = list(product(("llama", "gpt2", "mixtral", "experts"), range(len(LAYOUTS))))
+WITH_OFFLOAD = (("llama", 0), ("experts", 0), ("gpt2", 1), ("mixtral", 1), ("experts", 2), ("llama", 2))
 
 
-@pytest.mark.parametrize(("name", "number"), [case if case in OFTEN else rarely(*case) for case in WITH_OFFLOAD])
+@pytest.mark.parametrize(("name", "number"), WITH_OFFLOAD)
 def test_with_offload(name: str, number: int) -> None:
     """Weights come and go around a block that runs again; policies and dtypes take turns with the layouts."""
     dtype = (torch.float32, torch.bfloat16)[(number + len(name)) % 2]

@@ -87,14 +87,6 @@ class LateUnderHooks(Net):
         return sum((layer.kept for layer in self.layers), torch.zeros(()))
 
 
-def a_hook_that_keeps_weights(model: Any, optimizer: Any) -> list[Any]:
-    kept: list[Tensor] = []
-    for layer in model.layers:
-        layer.up.register_forward_hook(lambda module, *_: kept.extend([module.weight.detach(), module.weight.data]))
-    model(**BATCHES[0])
-    return [float(weight.norm()) for weight in kept]
-
-
 def gradients_of_weights(model: Any, optimizer: Any) -> list[Any]:
     loss = model(**BATCHES[0]).loss
     found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
@@ -132,11 +124,6 @@ def read_in_the_middle(model: Any, optimizer: Any) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
     return seen
-
-
-def half(model: Any, optimizer: Any) -> None:
-    for param in model.parameters():
-        param.grad *= 0.5
 
 
 def step_twice(model: Any, optimizer: Any) -> None:
@@ -202,23 +189,6 @@ def pairs(model: Any) -> Iterator[Any]:
         yield function(first(one), second(other)).double().sum().item()
 
 
-class ReadsBefore(Block):
-    """Reads the weight of another block, which is away, together with its own, which is here."""
-
-    others: tuple[Any, ...] = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        here = self.up.weight.view(-1)
-        both = (here.view(48, 32) * self.up.weight).mean()  # of a view and of the weight itself
-        return super().forward(x) + both + sum((here * other.up.weight.view(-1)).mean() for other in self.others)
-
-
-class Reading(Net):
-    def __init__(self) -> None:
-        super().__init__(ReadsBefore)
-        self.layers[2].others = (self.layers[0],)
-
-
 class Sly(Net):
     """Counts, draws and caches in forward, of which planning leaves no trace."""
 
@@ -267,14 +237,10 @@ def change(name: str, value: Any) -> Script:
 SAME: dict[str, tuple[Any, ...]] = {
     "a view, read when its block is over": (ReadsKept, every_step()),
     "late nodes under hooks of others": (LateUnderHooks, every_step()),
-    "a hook that keeps weights": (Net, a_hook_that_keeps_weights),
     "autograd.grad of weights": (Net, gradients_of_weights),
     "torch's encoder, evaluated": (Encoder, every_step(after=evaluated)),
     "gradients read in the middle": (Net, read_in_the_middle, {"accumulation": 2}),
-    "param.grad.data.norm()": (Net, every_step(lambda m, _: [float(p.grad.data.norm(2)) for p in m.parameters()])),
-    "param.grad *= 0.5": (Net, training(half)),
     "state.clear()": (Net, every_step(after=lambda _, optimizer: optimizer.state.clear())),
-    "state.pop()": (Net, every_step(after=lambda m, optimizer: optimizer.state.pop(m.head.weight) and None)),
     "moments set to zero": (
         Net,
         every_step(after=lambda _, o: [state["exp_avg"].zero_() for state in o.state.values()] and None),
@@ -282,7 +248,6 @@ SAME: dict[str, tuple[Any, ...]] = {
     "a part of the state restored": (Net, restored_in_part),
     "a rate that is changed in place": (Net, in_place_rate),
     "several kinds at once": (Net, every_step(lambda model, _: list(pairs(model)), steps=2)),
-    "several kinds at once, in a block": (Reading, every_step()),
     "an interrupt in forward": (Net, interrupted),
     "clipped together with another model": (Net, beside_another),
 }
@@ -350,10 +315,6 @@ def unscaled(scale: float, model: Any, optimizer: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "weight[:2].zero_()": (training(after=lambda m, _: m.layers[1].up.weight.detach()[:2].zero_()), "zero_ on what"),
-    "weight.detach().numpy()": (
-        training(after=lambda m, _: m.layers[1].up.weight.detach().numpy().fill(0)), "read-only",
-    ),
     "hooks on the graph": (
         lambda m, _: torch.autograd.graph.register_multi_grad_hook(list(m.parameters()), print),
         "use param.register_hook",
@@ -362,7 +323,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         lambda m, _: m.head.weight.register_post_accumulate_grad_hook(print),
         "gradients are moved as they are accumulated",
     ),
-    "assign=True": (lambda m, _: m.load_state_dict(m.state_dict(), assign=True), "copy instead"),
     "torch.func": (
         lambda m, _: torch.func.grad(lambda x: m.layers[0](x).sum())(torch.zeros(2, 32)),
         "cannot be in torch.func",
@@ -370,7 +330,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a graph of a copy, under autocast": (
         training(lambda m, _: under_autocast(m.layers[1].up.weight)), "read under autocast outside of the module",
     ),
-    "a slice of a gradient": (training(lambda m, _: m.embed.weight.grad[:10].zero_()), "write to param.grad itself"),
     "a kernel that writes to many": (
         training(lambda m, _: torch.optim.AdamW(m.parameters(), fused=True).step()),
         "_fused_adamw_ on a parameter that is away",

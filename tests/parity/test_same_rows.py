@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from deepstow.trainer.run import checkpoint, resuming
-from tests.helpers.marks import rarely
 from tests.helpers.moves import (
     OFFLOAD,
     SAVED,
@@ -94,8 +93,8 @@ def resumed(folder: Path, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Ki
 
 @pytest.mark.parametrize(
     "pairs",
-    [SOME, pytest.param([*BY_PLAIN, *RING], marks=pytest.mark.slow), rarely(ALL)],
-    ids=["some", "by plain and in a ring", "all"],
+    [SOME, pytest.param([*BY_PLAIN, *RING], marks=pytest.mark.slow)],
+    ids=["some", "by plain and in a ring"],
 )
 def test_the_bits_of_one_rank(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
     whole = trained(begun(tmp_path, dict.fromkeys(["plain", *(saver for saver, _ in pairs)])))

@@ -12,7 +12,6 @@ from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import attention, sparse_mask
 from deepstow.trainer.planning.facts import count_model
-from deepstow.trainer.run.resume_rules import compare
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import causal
 from tests.helpers.tiny import LLAMA, run_config
@@ -124,17 +123,6 @@ def test_blocks_are_those_that_are_named(packing: bool, blocks: Any) -> None:
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
-def test_random_blocks_are_spread() -> None:
-    """Over all blocks before, by another draw for each block, number and seed."""
-    block = torch.arange(1, 2000)
-    draws = [
-        [sparse_mask._chosen({"number": 1, "seed": seed}, b, torch.arange(int(b))) for b in block] for seed in (0, 1)
-    ]
-    first, second = ([int(each.int().argmax()) / len(each) for each in some] for some in draws)
-    assert all(int(each.sum()) == 1 for each in draws[0])
-    assert abs(sum(first) / len(first) - 0.5) < 0.03 and sum(a == b for a, b in zip(first, second, strict=True)) < 40
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("packing", "blocks"), [(True, {}), (False, {}), *BLOCKS])
 def test_flex_attention_has_the_same_mask(packing: bool, blocks: Any) -> None:
@@ -225,12 +213,6 @@ def test_attention_without_a_mask_is_refused() -> None:
     query = torch.zeros(1, 1, 2, 4)
     with pytest.raises(NotImplementedError, match="computes attention without asking for a mask"):
         sparse_mask._masked("sdpa", torch.nn.Identity(), query, query, query, None)
-
-
-def test_another_mask_is_another_run() -> None:
-    trees: list[Any] = [{"model": {"attention_mask": {"window": window, "sink": 0}}} for window in (4, 8)]
-    (line,) = compare(*trees, (1, 1), "checkpoint-1").refused
-    assert line.key.startswith("model.attention_mask") and "training.allow_change: [model]" in line.what
 
 
 def test_the_export_says_its_mask() -> None:

@@ -15,7 +15,6 @@ from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.data import pydoc_rows
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.distributed.ranks import Ranks
-from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe
@@ -197,22 +196,6 @@ def test_a_run_is_one_of_the_smaller_model(home: Path, tmp_path: Path, capfd: py
         ran(config)
         assert ("52,080 parameters, by 3 rows" in capfd.readouterr().out) is touched
     assert unequal(small, pruned(run)) == []
-
-
-def _two(ranks: Ranks, config: Any) -> int:
-    runs._whole(load_tree(config.tree()), ranks, Stop(), None, [])
-    return 0
-
-
-@pytest.mark.rare
-@pytest.mark.slow
-def test_on_two_ranks(home: Path, tmp_path: Path) -> None:
-    """One of them makes it, and all load it, split by ZeRO 3."""
-    split, found = {"zero": {"stage": 3}}, []
-    assert run_world(2, _two, config_of(home, tmp_path / "run", strategies=split)) == 0
-    assert run_world(2, _two, of_folder(tmp_path / "run" / "pruned", tmp_path / "plain", home, split)) == 0
-    found = [load_file(tmp_path / name / "export" / "model.safetensors") for name in ("run", "plain")]
-    assert unequal(*found) == []
 
 
 def test_refused(home: Path, tmp_path: Path) -> None:

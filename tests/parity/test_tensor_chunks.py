@@ -12,7 +12,7 @@ import torch
 from torch.distributed import all_reduce
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepstow.strategies.parallel import autotp, tensor_shards
+from deepstow.strategies.parallel import tensor_shards
 from deepstow.strategies.plugins import chunked
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
@@ -94,12 +94,6 @@ def test_what_runs_while_a_sum_is_on_its_way() -> None:
         "B4 w w B5 w w W4 B6 w w w W5 B7 w w w W6 W7",
     )
     assert run_world(2, order, 1) == ("B0 W0 B1 W1", "B2 w w W2 B3 w w w W3")
-
-
-@pytest.mark.slow
-def test_each_architecture_in_fp64() -> None:
-    found = run_world(2, in_fp64, {name: MODELS[name] for name in autotp.IN_SLICES})
-    assert found.keys() == set(autotp.IN_SLICES) and max(found.values()) < 1e-14, found
 
 
 def in_chunks(ranks: Ranks, config: Any) -> dict[str, Any]:

@@ -11,14 +11,11 @@ import torch
 from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainingArguments
 
-from deepstow.trainer.distributed.ranks import Ranks
-from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.run.stowed_trainer import stowed
-from tests.helpers.marks import rarely, some_rarely
+from tests.helpers.marks import some_rarely
 from tests.helpers.trainers import ON_POLICY, ROWS, TRAINERS, arguments, llama, stock, trained, unlike
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-ON_RANKS = ("Trainer, accumulation", "Trainer, fp16", "SFTTrainer, peft_config", "DPOTrainer")  # a loop of each kind
 TRAVEL: dict[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
 
 
@@ -36,26 +33,10 @@ def test_as_the_trainer_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_rarely(ON_POLICY, ["GKDTrainer"]))
+@pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "GKDTrainer"])
 def test_as_the_trainer_alone_whose_student_answers(name: str, tmp_path: Path) -> None:
     """Weights that travel generate, too; the teacher is TRL's and stays where TRL has it."""
     assert unlike(ON_POLICY[name], travelling, str(tmp_path)) == []
-
-
-def on_ranks(ranks: Ranks, folder: str) -> dict[str, list[str]]:
-    """On the ranks of one world; what differs."""
-    import warnings
-
-    warnings.simplefilter("ignore")
-    return {name: unlike(TRAINERS[name], travelling, f"{folder}/{name}") for name in ON_RANKS}
-
-
-@pytest.mark.slow
-@pytest.mark.rare
-@pytest.mark.ranks
-def test_as_the_trainer_alone_on_two_ranks(tmp_path: Path) -> None:
-    found = run_world(2, on_ranks, str(tmp_path))
-    assert found == {name: [] for name in ON_RANKS}
 
 
 def test_moments_in_fewer_bits(tmp_path: Path) -> None:
@@ -88,12 +69,11 @@ def test_from_a_budget(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in alone.items())
 
 
-@pytest.mark.parametrize("optim", [{}, rarely({"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 1e-2})])
-def test_saved_bucket_by_bucket_and_resumed(tmp_path: Path, optim: dict[str, Any]) -> None:
+def test_saved_bucket_by_bucket_and_resumed(tmp_path: Path) -> None:
     """A run that is resumed in the middle, by a new process as it were, ends with the bits of one that is not."""
 
     def make(wrap: Callable[[type], type], folder: str, **more: Any) -> Any:
-        return stock(wrap, folder, save_strategy="steps", save_steps=1, **optim, **more)
+        return stock(wrap, folder, save_strategy="steps", save_steps=1, **more)
 
     _, whole, _ = trained(make, lambda base: base, str(tmp_path / "plain"))
     trained(make, travelling, str(tmp_path / "ours"))

@@ -159,36 +159,7 @@ def test_of_a_link_nothing_is_deleted(tmp_path: Path) -> None:
     assert resumed(tmp_path / "run", str(tmp_path / "run/checkpoint-10"))[0] == tmp_path / "run/checkpoint-10"
 
 
-def test_what_a_kill_has_left_is_put_away(tmp_path: Path) -> None:
-    make(tmp_path / WRITING, 30)
-    make(tmp_path / DELETED, 10)
-    make(tmp_path, 20).rename(tmp_path / "checkpoint-20.earlier")  # killed between the two renames
-    make(tmp_path, 40)
-    shutil.copytree(tmp_path / "checkpoint-40", tmp_path / "checkpoint-40.earlier")  # killed after them
-    clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-40"]
-    assert verified(tmp_path / "checkpoint-20").step == 20
-
-
 # Resuming
-
-
-@pytest.mark.parametrize("wish", ["auto", True])
-def test_the_newest_good_one_is_resumed_and_damage_is_said(tmp_path: Path, wish: str | bool) -> None:
-    for step in (10, 20, 30, 40):
-        make(tmp_path, step)
-    assert resumed(tmp_path, wish) == (tmp_path / "checkpoint-40", [])
-    damage(tmp_path / "checkpoint-40")
-    (tmp_path / "checkpoint-30" / MANIFEST).unlink()
-    assert resumed(tmp_path, wish) == (
-        tmp_path / "checkpoint-20",
-        [
-            f"{tmp_path}/checkpoint-40: damaged: model.safetensors: damaged, its hash is another; going back to "
-            f"{tmp_path}/checkpoint-20",
-            f"{tmp_path}/checkpoint-30: damaged: there is no manifest.json in it; going back to "
-            f"{tmp_path}/checkpoint-20",
-        ],
-    )
 
 
 def test_auto_starts_from_the_beginning_only_where_there_is_none(tmp_path: Path) -> None:
@@ -213,21 +184,6 @@ def test_a_named_checkpoint_is_taken_though_newer_ones_exist(tmp_path: Path) -> 
     assert resumed(tmp_path, str(older)) == (older, [])
     shutil.copytree(older, tmp_path / "kept")
     assert resumed(tmp_path, str(tmp_path / "kept"))[0] == tmp_path / "kept", "under any name of the user's"
-
-
-def test_a_named_checkpoint_must_exist_and_be_good(tmp_path: Path) -> None:
-    wish = tmp_path / "checkpoint-11"
-    assert refused(tmp_path, str(wish)) == "there is no such folder"
-    make(tmp_path, 10)
-    line = f"there is no such folder; the newest good one is {tmp_path / 'checkpoint-10'}"
-    assert refused(tmp_path, str(wish)) == line
-    elsewhere = tmp_path / "other" / "checkpoint-11"  # nothing beside it: the run's own folder is searched
-    assert refused(tmp_path, str(elsewhere)) == line
-    damage(make(tmp_path, 20), "inner/optimizer.pt")
-    damage(make(tmp_path, 30))
-    assert refused(tmp_path, str(tmp_path / "checkpoint-20")) == (
-        f"damaged: inner/optimizer.pt: damaged, its hash is another; the newest good one is {tmp_path}/checkpoint-10"
-    )
 
 
 def test_checkpoints_of_earlier_releases_say_how_to_go_on(tmp_path: Path) -> None:

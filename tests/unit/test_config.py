@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from deepstow.strategies.core.optimizers import OPTIMIZERS, refuse_optimizer
 from deepstow.trainer.config.arguments import OWN, RENAMED, TrainingSection
 from deepstow.trainer.config.check import choices, elsewhere, known_keys
 from deepstow.trainer.config.doc import pages
-from deepstow.trainer.config.load import json_schema, load
+from deepstow.trainer.config.load import load
 from deepstow.trainer.config.sections import DataSection, ModelSection, RunConfig
 from deepstow.trainer.config.yaml_file import parse
 from deepstow.trainer.errors import ConfigError, DataError
@@ -188,18 +187,6 @@ def test_dump_quotes_what_older_yaml_would_misread(file: Path) -> None:
     assert "eval_strategy: 'no'" in text
     assert "run_name: '1e-4'" in text
     assert yaml.safe_load(text)["training"]["eval_strategy"] == "no"
-
-
-def test_schema_describes_every_key() -> None:
-    schema = json_schema()
-    json.dumps(schema)
-    sections = schema["$defs"]
-    assert set(schema["properties"]) == {"extends", *RunConfig.model_fields}
-    assert set(sections["TrainingSection"]["properties"]) == set(TrainingSection.model_fields)
-    assert "zero" in sections["Strategies"]["properties"]
-    assert not any("required" in section for section in [schema, *sections.values()])
-    for name in ("ModelSection", "DataSection", "TrainingSection", "LoraSection"):
-        assert all(field.get("description") for field in sections[name]["properties"].values()), name
 
 
 def test_manual_is_current() -> None:

@@ -90,14 +90,6 @@ def test_what_is_another_runs_by_now(tmp_path: Path) -> None:
     assert said(tmp_path) == 1
 
 
-def test_every_code_has_a_meaning(tmp_path: Path) -> None:
-    for code in ExitCode:
-        rank(tmp_path, 0).clear()
-        rank(tmp_path, 0).write(code)
-        found = json.loads((tmp_path / "exit.json").read_text())
-        assert found["code"] == code and "signal" not in found["meaning"]
-
-
 def test_a_run_that_is_refused(tmp_path: Path) -> None:
     """One rank says it, if the folder is there and nobody else's."""
     rank(tmp_path / "none", 0, owns=False).write(2)

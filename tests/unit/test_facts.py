@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deepstow.launch.plan import main
-from deepstow.strategies.core.facts import Facts, Precision, Unit, UnitKind
+from deepstow.strategies.core.facts import Facts, Unit, UnitKind
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.config.sections import RunConfig
@@ -27,7 +25,7 @@ from deepstow.trainer.model import build as model_module
 from deepstow.trainer.model.count_cache import name_of
 from deepstow.trainer.model.counting import Counter
 from deepstow.trainer.planning import positions
-from deepstow.trainer.planning.facts import ModelCount, count_model, gather, machine_facts, saved_without_mask
+from deepstow.trainer.planning.facts import ModelCount, count_model, machine_facts, saved_without_mask
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.marks import slowly
 from tests.helpers.tiny import BLOOM, ENDS, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
@@ -221,32 +219,6 @@ def test_flop_of_a_mixture_count_the_experts_that_a_token_meets() -> None:
     assert mixture - half == layers * feed_forward
 
 
-def test_operators_that_a_device_is_given_are_no_views() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.view(2, 4).t().t() @ self.weight).relu_()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.layers = nn.Linear(4, 4), nn.ModuleList([Layer(), Layer(), Layer()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = layer(x)
-            return x.exp()
-
-    model, x = Model(), torch.ones(2, 4)
-    with Counter(model) as counter:
-        model(x)
-    assert [unit.launches for unit in counter.units()] == [1, 2, 2, 2, 1]
-
-
 # What is left behind
 
 
@@ -263,21 +235,6 @@ def test_a_fake_run_leaves_nothing_behind() -> None:
 
 
 # Precision
-
-
-@pytest.mark.slow
-def test_half_precision_halves_what_is_saved_only_in_an_engine() -> None:
-    """DeepSpeed and ours cast the model; plain training autocasts fp32 weights and saves their casts besides."""
-    saved = {
-        (bf16, stage): sum(
-            unit.saved_bytes for unit in count_of(run_config(MIXTRAL, bf16=bf16, stage=stage)).units[1:3]
-        )
-        for bf16, stage in ((False, None), (True, None), (True, 2))
-    }
-    assert saved[True, 2] < 0.75 * saved[False, None]
-    assert saved[True, 2] < saved[True, None]
-    ours = count_of(run_config(MIXTRAL, strategies=OFFLOAD, bf16=True)).units[1:3]
-    assert sum(unit.saved_bytes for unit in ours) == saved[True, 2]
 
 
 # Adapters
@@ -373,17 +330,6 @@ def test_rows_beyond_what_rotary_embeddings_were_made_for(tmp_path: Path, capsys
 
 
 # The run and the machine
-
-
-def test_facts_of_the_run() -> None:
-    config = run_config(
-        LLAMA, stage=1, bf16=True, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_grad_norm=0.5,
-        optim="rmsprop", data={"max_length": 24},
-    )  # fmt: skip
-    run = gather(config, world_size=8, local_world_size=2, machine=probe()).run
-    assert (run.micro_batch, run.sequence, run.accumulation, run.world_size) == (3, 24, 4, 8)
-    assert (run.max_grad_norm, run.precision, run.moments, run.hidden_size) == (0.5, Precision.BF16, 1, 32)
-    assert run.tokens_per_step == 3 * 24 * 4 * 8
 
 
 def test_ranks_of_one_machine_share_its_memory() -> None:

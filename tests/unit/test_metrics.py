@@ -164,12 +164,3 @@ def test_a_file_runs_once_and_its_functions_share_what_it_has(monkeypatch: pytes
     assert (tmp_path / "ran").read_text() == "x"
     given["preprocess_logits_for_metrics"](None, None)
     assert given["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1))) == {"batches": 1}
-
-
-def test_the_functions_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
-    said: dict[str, Any] = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], said)
-    logits, labels = torch.eye(4)[torch.tensor([[1, 2, 3, 0]])], np.array([[MASKED, 1, 3, 3]])
-    kept = said["most_likely"](logits, torch.tensor(labels)).numpy()
-    assert said["accuracy"](EvalPrediction(kept, labels)) == {"accuracy": pytest.approx(2 / 3)}

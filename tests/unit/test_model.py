@@ -219,10 +219,3 @@ def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
     line = refused(config=None, name_or_path=str(tmp_path))
     assert line.endswith("which is not run unless you set model.trust_remote_code: true")
     assert not (tmp_path / "ran").exists()
-
-
-def test_what_is_filled_in_and_changed_for_training() -> None:
-    section = run_config({key: value for key, value in LLAMA.items() if key != "vocab_size"}).model
-    assert load_config(section, 77).vocab_size == 77
-    assert load_config(run_config({**LLAMA, "use_cache": True}).model).use_cache is False
-    assert load_config(run_config(LLAMA).model, 77).vocab_size == VOCAB

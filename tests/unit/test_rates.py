@@ -80,14 +80,6 @@ def test_dram_counts_with_what_copies_and_updates_reach_together() -> None:
 # --- the value ---------------------------------------------------------------------------------------------------
 
 
-def test_rates_by_precision() -> None:
-    known = some_rates()
-    assert [known.gemm_flops(each) for each in Precision] == [50e12, 600e12, 600e12]
-    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 5e9]
-    without = some_rates(gemm_bf16_flops_per_s=None, gemm_fp16_flops_per_s=300e12)
-    assert [without.gemm_flops(each) for each in Precision] == [50e12, 50e12, 300e12]
-
-
 def test_rates_that_cannot_be() -> None:
     wrong = {"up_bytes_per_s": 0, "device_bytes_per_s": float("nan"), "link_latency_s": -1e-9}
     for name, value in {**wrong, "gemm_bf16_flops_per_s": float("inf")}.items():

@@ -2,14 +2,12 @@
 started with is a config that can be loaded, and every exit code is either followed by another start or not.
 """
 
-import shlex
 import stat
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks, describe
@@ -63,35 +61,3 @@ def test_slurm(code: ExitCode | str, tmp_path: Path) -> None:
     assert said.items() >= wanted.items() and said.keys() >= describe(Ranks()).keys()
     asked = [line.split("--")[1].split("=")[0] for line in script.read_text().splitlines() if line[:8] == "#SBATCH "]
     assert set(asked) == OPTIONS
-
-
-def test_kubernetes() -> None:
-    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
-    assert (service["apiVersion"], service["kind"], job["apiVersion"], job["kind"]) == (
-        "v1",
-        "Service",
-        "batch/v1",
-        "Job",
-    )
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    (rank,) = pod["containers"]
-    variables = {each["name"]: each["value"] for each in rank["env"]}
-    assert {"RANK", *variables} == describe(Ranks()).keys()
-    assert spec["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"
-    assert spec["completions"] == spec["parallelism"] == int(variables["WORLD_SIZE"])
-    names = service["metadata"]["name"], pod["subdomain"], service["spec"]["selector"]["job-name"]
-    assert set(names) == {job["metadata"]["name"]}
-    assert variables["MASTER_ADDR"] == f"{names[0]}-0.{names[1]}" and service["spec"]["clusterIP"] == "None"
-    rules = spec["podFailurePolicy"]["rules"]
-    codes = [each["onExitCodes"] for each in rules if "onExitCodes" in each]
-    assert all((each["containerName"], each["operator"]) == (rank["name"], "In") for each in codes)
-    assert [each["action"] for each in rules] == ["FailJob", "Ignore", "Ignore"]
-    assert set(codes[1]["values"]) == AGAIN
-    assert set(codes[0]["values"]) == set(ExitCode) - AGAIN - {ExitCode.FINISHED, ExitCode.INTERRUPTED}
-    mounts = {each["name"] for each in rank["volumeMounts"]}
-    assert mounts == {each["name"] for each in pod["volumes"]}
-    (line,) = rank["args"]
-    assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0
-    assignment, execute, python, *words = shlex.split(line)
-    assert (assignment, execute, python) == ("RANK=$JOB_COMPLETION_INDEX", "exec", "python")
-    loads(words)

@@ -87,12 +87,6 @@ def trains(then: Callable[[Stop], int]) -> Callable[[Stop], int]:
     return work
 
 
-def test_while_preparing_a_signal_ends_the_run() -> None:
-    child = Child(until_asked)
-    child.send(USR1)
-    assert child.end() == (10, "SIGUSR1: stopped before training began; nothing was saved")
-
-
 def test_while_preparing_it_ends_a_main_thread_that_is_stuck_in_c() -> None:
     child = Child(stuck, STUCK_S=0.2)
     child.send(TERM)
@@ -144,14 +138,6 @@ def test_ctrl_c_is_the_reason_whatever_a_launcher_adds(others: tuple[signal.Sign
         child.send(each)
     said = "SIGINT: the step is finished and saved first; Ctrl-C once more, after 2 s, ends the run at once\n"
     assert child.end() == (130, said * others.count(INT))
-
-
-def test_a_second_ctrl_c_ends_at_once() -> None:
-    child = Child(trains(stuck), ECHO_S=0.5)
-    child.send(INT)
-    child.send(INT, after_s=0.8)
-    code, said = child.end()
-    assert code == 130 and said.endswith("\nSIGINT a second time: ended at once\n")
 
 
 def test_behind_an_ampersand_ctrl_c_is_nothing() -> None:
