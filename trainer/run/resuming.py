@@ -35,7 +35,6 @@ from deepstow.trainer.run import checkpoint, earlier, resume_rules
 from deepstow.trainer.run.checkpoint import Found
 from deepstow.trainer.run.resume_rules import Changes
 from deepstow.trainer.run.same_rows import Known
-from deepstow.trainer.tasks.table import TASKS
 from deepstow.trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def resolved(config: RunConfig, written: Mapping[str, Any]) -> dict[str, Any]:
     the installed defaults. Only those that two runs are compared by: no folder, name or address of anything. Without
     ``use_cpu``, which is the machine's if it is not written.
     """
-    task = TASKS[config.task]
+    task = config.learns
     values: dict[str, Any] = {
         each.name: each.default if each.default_factory is MISSING else each.default_factory()
         for each in fields(loaded(task.arguments))
