@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import pkgutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -256,7 +257,8 @@ def place(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
-    own = [each for each in frames if "site-packages" not in each.filename and not each.filename.startswith("<frozen")]
+    libraries = ("site-packages", "<frozen", sysconfig.get_path("stdlib"))
+    own = [each for each in frames if not any(part in each.filename for part in libraries)]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 

@@ -31,7 +31,7 @@ from deepstow.trainer.config.arguments import (
 from deepstow.trainer.config.conflicts import MAPPED, conflicts
 from deepstow.trainer.config.exporter import EXPORTERS, Exporter
 from deepstow.trainer.config.smaller_sections import DistillSection, ExportSection, PruneSection, QuantizeSection
-from deepstow.trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
+from deepstow.trainer.config.yaml_file import COMMAND_LINE, Key, Location, dotted, error_line, location_of, write
 from deepstow.trainer.errors import ConfigError, UserError
 from deepstow.trainer.formats.format import FORMATS, Format
 from deepstow.trainer.formats.reader import READERS, Reader
@@ -309,10 +309,10 @@ class RunConfig(Section):
         return self
 
     def folders(self, key: str) -> tuple[Path, ...]:
-        """The folder of the file in which a dotted key was written, or its section; empty if it is in none."""
-        location = location_of(tuple(key.split(".")), self._locations)
-        found = Path(location.file) if location and location.line else None
-        return (found.parent,) if found else ()
+        """Of the file in which a dotted key, or its section, was written, and of the config; empty if it is in none."""
+        places = (location_of(tuple(key.split(".")), self._locations), self._locations.get(()))
+        files = (Path(each.file) for each in places if each is not None and each.file != COMMAND_LINE)
+        return tuple(dict.fromkeys(file.parent for file in files))
 
     def thing(self, registry: Registry[T], key: str, name: str) -> T:
         """What a dotted key names, by the ``name`` that it has there. Raise ConfigError if it cannot be used."""

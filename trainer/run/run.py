@@ -356,8 +356,10 @@ def keeping(run: Run) -> Iterator[None]:
     try:
         yield
     except Raised as error:
-        found = checkpoints.complete(run.folder) if run.folder.is_dir() else []
-        kept = f"{found[-1].path} is the last checkpoint" if found else "there is no checkpoint yet"
+        kept = "training.resume_from_checkpoint=auto goes on from the last checkpoint"
+        if run.ranks.world_size == 1:  # else the first rank may still be sealing one
+            found = checkpoints.complete(run.folder) if run.folder.is_dir() else []
+            kept = f"{found[-1].path} is the last checkpoint" if found else "there is no checkpoint yet"
         error.rewrite(lambda line: f"{KEY} = {line}; {kept}")
         raise
 

@@ -1,0 +1,335 @@
+"""Tasks, formats, readers, exporters and callbacks from one file outside of the tree, named in a config."""
+
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from safetensors.torch import load_file
+
+from deepstow.trainer.config.load import load, load_tree
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare as preparing
+from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
+from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning.from_config import check_options
+from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.added_callbacks import Added
+from deepstow.trainer.tasks.task import TASKS
+from tests.e2e.commands import write_jsonl
+from tests.helpers.tiny import LLAMA
+
+WORDS = ["the", "a", "cat", "dog", "runs", "sleeps", "in", "park", "house", "big", "small"]
+NOUNS = ("cat", "dog", "park", "house")
+TAGGED = [
+    {"tokens": row, "ner": ["N" if word in NOUNS else "O" for word in row]}
+    for row in ([WORDS[(3 * i + j * j) % len(WORDS)] for j in range(3 + i % 5)] for i in range(16))
+]
+TAGGING = """
+from deepstow.trainer.tasks.task import Field, Task, takes_no_count, token_types
+
+
+class Tagging(Task):
+    fields = (Field("words", (list,)), Field("tags", (list,)))
+    model_class = "transformers.AutoModelForTokenClassification"
+    adapters = "TOKEN_CLS"
+    keys = ("model.labels",)
+
+    def features(self, rows, tokenizer, model, data):
+        return [row_of(row["words"], row["tags"], tokenizer, model) for row in rows]
+
+    def name_tokens(self, model, tokenizer):
+        takes_no_count(model)
+
+    def options(self, model, tokenizer, config):
+        from transformers import DataCollatorForTokenClassification
+
+        return {"data_collator": DataCollatorForTokenClassification(tokenizer)}
+
+    def forward(self, model, config):
+        return lambda **inputs: model(**inputs, **token_types(model, config, inputs["input_ids"]))
+
+
+def row_of(words, tags, tokenizer, model):
+    if wrong := {*tags} - {*model.label2id}:
+        return f"field 'tags' has {min(wrong)!r}"
+    made = tokenizer(words, is_split_into_words=True)
+    labels = [-100 if at is None else model.label2id[tags[at]] for at in made.word_ids()]
+    return {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"], "labels": labels}
+"""
+ARRAYS = """
+import numpy
+from safetensors.numpy import load_file
+from deepstow.trainer.config.exporter import Exporter
+
+
+class Npz(Exporter):
+    def export(self, exact, out, config):
+        numpy.savez(out / "weights.npz", **load_file(exact / "model.safetensors"))
+        return "# As arrays"
+"""
+ANSWERED = """
+from deepstow.trainer.formats.format import Format
+from deepstow.trainer.formats.reader import Reader
+
+
+class Answered(Format):
+    required = ("question", "context", "answer")
+    answers = True
+
+    def segments(self, row):
+        if not row["question"].endswith("?"):
+            return "field 'question' asks nothing"
+        return [(f"{row['context']} {row['question']} ", False), (row["answer"], True)]
+
+
+class Tsv(Reader):
+    def rows(self, path, wanted):
+        names, *lines = path.read_text().splitlines()
+        for number, line in enumerate(lines, start=2):
+            yield number, dict(zip(names.split("\\t"), line.split("\\t")))
+"""
+CALLBACKS = """
+from pathlib import Path
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+
+class Count(TrainerCallback, ExportableState):
+    def __init__(self, first=0):
+        self.seen = first
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen += 1
+        (Path(args.output_dir) / "seen.txt").write_text(str(self.seen))
+
+    def state(self):
+        return {"args": {}, "attributes": {"seen": self.seen}}
+
+
+class Shrink(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for each in model.parameters():
+            each.detach().mul_(0.9)
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        assert state.global_step < 3, "three"
+
+
+class Inside(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "mine.txt").write_text("x")
+"""
+SAID: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 1e-2,
+    "use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_steps": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The folder of a config, with files beside it; another one than that of the command."""
+    for name, text in {"tagging": TAGGING, "arrays": ARRAYS, "answered": ANSWERED, "added": CALLBACKS}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def config_in(home: Path, tree: dict[str, Any]) -> Any:
+    (home / "run.yaml").write_text(json.dumps(tree))  # JSON is YAML
+    return load(home / "run.yaml")
+
+
+def test_token_classification_and_an_exporter(home: Path) -> None:
+    """The bits of Hugging Face's Trainer on the same rows, and its arrays."""
+    write_jsonl(home / "rows.jsonl", TAGGED)
+    tokenizer = tokenizers.trained(300, home, WORDS)
+    tokenizer.save_pretrained(home / "model")
+    torch.manual_seed(1)
+    labels = {"id2label": {0: "O", 1: "N"}, "label2id": {"O": 0, "N": 1}}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    base = transformers.BertConfig(vocab_size=300, max_position_embeddings=64, **sizes, **labels)
+    transformers.BertForTokenClassification(base).save_pretrained(home / "model")
+    config = config_in(
+        home,
+        {
+            "task": "tagging:Tagging",
+            "model": {"name_or_path": str(home / "model"), "labels": ["O", "N"]},
+            "data": {
+                "path": str(home / "rows.jsonl"), "max_length": 32, "columns": {"words": "tokens", "tags": "ner"}
+            },
+            "export": {"format": "arrays:Npz"},
+            "training": {**SAID, "output_dir": str(home / "run")},
+        },
+    )  # fmt: skip
+    assert runs.run(config, Ranks(), Stop()) == 0
+
+    theirs: dict[str, Any] = {}
+    exec(TAGGING, theirs)
+    transformers.set_seed(42)
+    model: Any = transformers.AutoModelForTokenClassification.from_pretrained(home / "model")
+    model.accepts_loss_kwargs = False
+    rows = [theirs["row_of"](row["tokens"], row["ner"], tokenizer, model.config) for row in TAGGED]
+    arguments = transformers.TrainingArguments(str(home / "plain"), optim="adamw_torch_fused", **SAID)
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        transformers.DataCollatorForTokenClassification(tokenizer),
+        Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    found, plain = load_file(home / "run" / "export" / "model.safetensors"), model.state_dict()
+    assert {name for name, each in plain.items() if not each.equal(found[name])} == set()
+    arrays = np.load(home / "run" / "export-Npz" / "weights.npz")
+    assert all((arrays[name] == each.numpy()).all() for name, each in found.items())
+
+
+def test_a_format_and_a_reader(home: Path) -> None:
+    """Rows are those of prompt and completion; in other processes, too. A bad row is named by its line."""
+    texts = [(f"what is {i}?", f"numbers are {i}", f"it is {i}") for i in range(5)]
+    lines = ["question\tcontext\tanswer", *("\t".join(row) for row in texts)]
+    (home / "qa.tab").write_text("\n".join(lines))
+    write_jsonl(home / "qa.jsonl", [{"prompt": f"{c} {q} ", "completion": a} for q, c, a in texts])
+    tokenizer = tokenizers.trained(300, home, ["what is numbers are it"])
+
+    def rows(section: DataSection) -> Any:
+        return preparing.prepare(section, tokenizer, 300, 0, home / "kept", str)
+
+    given = {"path": str(home / "qa.tab"), "format": "answered:Answered", "reader": "answered.py:Tsv", "max_length": 32}
+    tree = {"model": {"name_or_path": "m"}, "training": {"output_dir": "x"}}
+    section = config_in(home, {**tree, "data": {**given, "num_proc": 2}}).data
+    found, expected = rows(section), rows(DataSection(path=str(home / "qa.jsonl"), max_length=32))
+    assert found.train[:] == expected.train[:]
+    (home / "answered.py").write_text(ANSWERED.replace('{row["context"]}', "Q: "))
+    (home / "qa.tab").write_text("\n".join([*lines, "nothing\tx\ty"]))
+    with pytest.raises(Exception, match=r"qa.tab:7: field 'question' asks nothing"):
+        rows(section)
+
+
+def tree_of(home: Path, **training: Any) -> dict[str, Any]:
+    write_jsonl(home / "rows.jsonl", [{"text": f"row {i} of a few"} for i in range(12)])
+    return {
+        "model": {"config": {**LLAMA, "vocab_size": 300}, "tokenizer": {"train": "bpe", "vocab_size": 300}},
+        "data": {"path": str(home / "rows.jsonl"), "max_length": 16},
+        "training": {**SAID, "output_dir": str(home / "run"), "save_strategy": "steps", "save_steps": 2, **training},
+    }
+
+
+def test_callbacks_go_on_and_the_card_names_them(home: Path) -> None:
+    """A run that is resumed counts on; it says which callback has changed weights."""
+    callbacks = [{"class": "added:Count", "first": 10}, "added:Shrink"]
+    half = config_in(home, tree_of(home, callbacks=callbacks, max_steps=2))
+    assert runs.run(half, Ranks(), Stop()) == 0
+    assert (home / "run" / "seen.txt").read_text() == "12"
+    whole = config_in(home, tree_of(home, callbacks=callbacks, resume_from_checkpoint=True))
+    assert runs.run(whole, Ranks(), Stop()) == 0
+    assert (home / "run" / "seen.txt").read_text() == "14"
+    card = (home / "run" / "export" / "README.md").read_text()
+    assert "`added:Count`, `added:Shrink` (it changed parameters or the optimizer)." in card
+    manifest = json.loads((home / "run" / "checkpoint-4" / "manifest.json").read_text())
+    assert '"code": {"added:Count": "' in json.dumps(manifest)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "kept"),
+    [
+        ("Fails", "on_step_end has raised AssertionError: three (", "checkpoint-2 is the last checkpoint"),
+        ("Inside", "on_save has written mine.txt into ", "take it out, and write beside the checkpoints"),
+    ],
+)
+def test_a_callback_that_ends_the_run(
+    home: Path, capfd: pytest.CaptureFixture[str], name: str, line: str, kept: str
+) -> None:
+    config = config_in(home, tree_of(home, callbacks=[f"added:{name}"]))
+    assert runs.run(config, Ranks(), Stop()) == 1
+    said = capfd.readouterr().err
+    assert f"training.callbacks = added:{name}: {line}" in said and kept in said and "Traceback" not in said
+
+
+ODD = """
+from transformers import TrainerCallback
+from deepstow.trainer.formats.format import Format
+from deepstow.trainer.tasks.task import Field, Task
+
+
+class NoFields(Task):
+    def features(self, rows, tokenizer, model, data): ...
+    def options(self, model, tokenizer, config): ...
+
+
+class NoMethod(Task):
+    fields = (Field("x", ()),)
+    def features(self, rows, tokenizer, model, data): ...
+
+
+class Signature(Task):
+    fields = (Field("x", ()),)
+    def features(self, rows): ...
+    def options(self, model, tokenizer, config): ...
+
+
+class Both(Format):
+    required = ("x",)
+    def segments(self, row): ...
+    def tokens(self, row): ...
+
+
+class NoKwargs(TrainerCallback):
+    def on_step_end(self, args, state, control): ...
+
+
+class Asks(TrainerCallback):
+    def __init__(self, much): ...
+
+
+def function(): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "line"),
+    [
+        ("task", "odd:NoFields", "cannot be made: TypeError: fields must name the columns, as in fields = "),
+        ("task", "odd:NoMethod", r"NoMethod has no method options\(model, tokenizer, config\)"),
+        ("task", "odd:Signature", r"Signature.features takes \(rows\), and is called with \(rows, tokenizer, model, d"),
+        ("task", "odd:Asks", "Asks is no Task; derive it from deepstow.trainer.tasks.task.Task"),
+        ("task", "odd:Signatur", "odd has no Signatur; did you mean 'Signature'"),
+        ("task", "odd:function", "function is no class"),
+        ("task", "nowhere:Task", "nowhere cannot be imported from the folder of the config, that of the command, or"),
+        ("task", "raises.py:Task", r"raises.py cannot be imported .*: ZeroDivisionError: division by zero \(.*:2\)"),
+        ("task", "twice", r"one \(a:Task\) and two \(b:Task\) claim it; uninstall one, or write module:Class"),
+        ("data.format", "odd:Both", "cannot be made: TypeError: must have one of the methods segments, conversation"),
+        ("training.callbacks", "odd:NoKwargs", r"NoKwargs.on_step_end takes \(args, state, control\), and is called"),
+        ("training.callbacks", "odd:Asks", "missing a required argument: 'much'"),
+    ],
+)
+def test_odd_things_are_refused_in_one_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str, line: str
+) -> None:
+    class Named(EntryPoint):
+        dist = property(lambda self: type("Dist", (), {"name": {"a": "one", "b": "two"}[self.value[0]]}))  # type: ignore[assignment]
+
+    claims = (Named("twice", "a:Task", "deepstow.tasks"), Named("twice", "b:Task", "deepstow.tasks"))
+    monkeypatch.setitem(vars(TASKS), "_entries", claims)
+    (home / "odd.py").write_text(ODD)
+    (home / "raises.py").write_text("\n1 / 0\n")
+    tree = tree_of(home)
+    section, _, key = where.rpartition(".")
+    (tree[section] if section else tree)[key] = [name] if key == "callbacks" else name
+    if name == "twice":  # it is known to no schema that was made before
+        config: Any = load_tree(tree_of(home)).model_copy(update={"task": name})
+    else:
+        config = config_in(home, tree)
+    with pytest.raises(ConfigError, match=f'{where} = "{name}": .*{line}') as refused:
+        check_options(config, 1)
+        Added(config)
+    assert len(refused.value.lines) == 1
