@@ -1,13 +1,11 @@
 """Micro-batches one by one, and layers first: simulated steps, or measured ones on this machine.
 
     python -m deepstow.benchmarks.layers_first              # the table of docs/strategies/offload.md
-    python -m deepstow.benchmarks.layers_first --model 70B  # beside a drive
     python -m deepstow.benchmarks.layers_first --measure    # 45 M, streamed, 8 micro-batches of 256 tokens, in turn
 
-Simulated is a Llama-3 8B that trains 65,536 tokens per step beside a host of 192 GiB, or a 70B beside 256 GiB and a
-drive of assumed rates. ``bound`` is the largest of what compute, the link, the CPU and the drive do; a step cannot be
-shorter. Measured are medians over rounds in which each contender begins anew, after a step that does not count; plain
-is torch's own loop with its weights on the same device.
+Simulated is a Llama-3 8B that trains 65,536 tokens per step beside a host of 192 GiB. ``bound`` is the largest of what
+compute, the link and the CPU do; a step cannot be shorter. Measured are medians over rounds in which each contender
+begins anew, after a step that does not count; plain is torch's own loop with its weights on the same device.
 """
 
 from __future__ import annotations
@@ -34,53 +32,37 @@ from deepstow.trainer.planning.from_config import plan_of
 from deepstow.trainer.planning.plan_for import plan_for
 
 ORDERS = ("micro_batches", "layers")
-Case = tuple[
-    str, int, int, int, int
-]  # profile, GiB of the device, tokens of a row, rows of a micro-batch, micro-batches
-CASES: tuple[Case, ...] = (
+CASES = (  # profile, GiB of the device, tokens of a row, rows of a micro-batch, micro-batches
     ("rtx5090-pcie5", 28, 4096, 1, 16),
     ("rtx5090-pcie5", 28, 2048, 4, 8),
     ("h100-pcie5", 28, 4096, 1, 16),
     ("rtx4090-pcie4", 22, 4096, 1, 16),
-)
-CASES_70B: tuple[Case, ...] = (
-    ("rtx5090-pcie5", 24, 4096, 1, 16),
-    ("h100-pcie5", 24, 4096, 1, 16),
-    ("rtx4090-pcie4", 24, 4096, 1, 16),
 )
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }  # fmt: skip
-LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-}  # fmt: skip
-DISK = {"disk": "drive", "disk_memory": "1100GiB"}
+HOST = 192 << 30
 COUNT, LENGTH, STEPS = 8, 256, 3  # of what is measured
 
 
-def simulated(model: str) -> Iterator[str]:
-    """The rows of the table of a model, "8B" or "70B"."""
-    larger = model == "70B"
-    host = 256 if larger else 192
+def simulated() -> Iterator[str]:
+    """The rows of the table."""
     yield "profile        device  rows      order          seconds  tokens/s  of the bound"
-    for name, gib, length, rows, count in CASES_70B if larger else CASES:
+    for name, gib, length, rows, count in CASES:
         for order in ORDERS:
             training = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": count, "bf16": True}
             tree = {
-                "model": {"config": LLAMA_70B if larger else LLAMA_8B, "tokenizer": "none"},
+                "model": {"config": LLAMA_8B, "tokenizer": "none"},
                 "data": {"path": "rows.jsonl", "max_length": length, "packing": True},
                 "training": {"output_dir": "runs/none", "max_steps": 10, **training},
                 "strategies": {
-                    "offload": {
-                        "gpu_memory": f"{gib}GiB", "host_memory": f"{host}GiB", "accumulation": order,
-                        **(DISK if larger else {}),
-                    },
+                    "offload": {"gpu_memory": f"{gib}GiB", "host_memory": "192GiB", "accumulation": order},
                     "recompute": {"policy": "auto"},
                 },
-            }  # fmt: skip
-            cost = plan_cost(plan_of(load_tree(tree), Ranks(), sized(profile(name), None, host << 30)))
+            }
+            cost = plan_cost(plan_of(load_tree(tree), Ranks(), sized(profile(name), None, HOST)))
             assert cost is not None
             busy = [cost.outcome.busy[each] for each in Resource]
             rate = length * rows * count / cost.seconds
@@ -140,9 +122,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="on this machine, instead of simulated steps")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", choices=("8B", "70B"), default="8B", help="whose steps are simulated")
     given = parser.parse_args()
-    for line in measured(given.rounds) if given.measure else simulated(given.model):
+    for line in measured(given.rounds) if given.measure else simulated():
         print(line, flush=True)
     return 0
 
