@@ -5,7 +5,7 @@
 * ``fixed``: it is refused. The saved state does not fit another value, or nobody has said that it does.
 * a name, such as ``moments``: the result changes. It is refused unless ``training.allow_change`` has the name.
 * ``evaluations``: free, but fixed where the learning rate follows evaluations.
-* ``sums``: free, but said where the gradients of a tied head are added in another order then.
+* ``sums``: said, with a word more where the gradients of a tied head are added in another order then.
 * ``architecture``: a model's config. What shapes parameters is fixed; all else is ``dropout`` or ``model``.
 
 A key without a rule has the one of its section or strategy. A section or strategy without one is fixed.

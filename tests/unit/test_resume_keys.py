@@ -27,7 +27,7 @@ OUTCOMES: Mapping[str, str] = {
         export export.format data.num_proc model.trust_remote_code model.lora.export
         training.output_dir training.logging_strategy training.logging_steps training.logging_first_step
         training.log_on_each_node training.log_level training.log_level_replica training.report_to training.run_name
-        training.include_num_input_tokens_seen training.live training.profile training.profile.steps training.project
+        training.include_num_input_tokens_seen training.profile training.profile.steps training.project
         training.trackio_space_id training.trackio_bucket_id training.trackio_static_space_id
         training.eval_strategy training.eval_steps training.eval_delay training.eval_on_start
         training.per_device_eval_batch_size training.eval_accumulation_steps training.metric_for_best_model
@@ -43,7 +43,7 @@ OUTCOMES: Mapping[str, str] = {
         training.activation_checkpointing training.activation_checkpointing_kwargs""",
     "said": """model.lora.loraplus_lr_ratio training.learning_rate training.max_steps training.num_train_epochs
         training.lr_scheduler_type training.lr_scheduler_kwargs training.warmup_steps
-        training.early_stopping_patience training.early_stopping_threshold
+        training.callbacks training.early_stopping_patience training.early_stopping_threshold
         strategies.buffers strategies.buffers.debug strategies.cross_entropy strategies.cross_entropy.chunked
         strategies.collectives strategies.collectives.hierarchical strategies.collectives.slices
         strategies.experts strategies.experts.degree strategies.experts.slices
@@ -63,7 +63,7 @@ OUTCOMES: Mapping[str, str] = {
     "opened": """data.path data.chat_template data.chat_template_path model.name_or_path model.tokenizer
         distill.teacher""",
     "data": """data.datasets data.name data.split data.limit data.eval_path data.eval_split data.eval_fraction
-        data.columns data.completion_only_loss data.assistant_only_loss data.streaming data.rows""",
+        data.columns data.format data.reader data.completion_only_loss data.assistant_only_loss data.streaming data.rows""",
     "max_length": "data.max_length data.excess_length_strategy data.max_target_length",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",
