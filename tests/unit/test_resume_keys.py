@@ -63,7 +63,8 @@ OUTCOMES: Mapping[str, str] = {
     "opened": """data.path data.chat_template data.chat_template_path model.name_or_path model.tokenizer
         distill.teacher""",
     "data": """data.datasets data.name data.split data.limit data.eval_path data.eval_split data.eval_fraction
-        data.columns data.format data.reader data.completion_only_loss data.assistant_only_loss data.streaming data.rows""",
+        data.columns data.format data.reader data.completion_only_loss data.assistant_only_loss
+        data.streaming data.rows""",
     "max_length": "data.max_length data.excess_length_strategy data.max_target_length",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",
