@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import PAGE_BYTES, Layout
-from deepstow.strategies.core.on_disk import pieces_on_disk
+from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory import disk_state, scratch_file, tiers
@@ -135,6 +136,38 @@ def test_after_close_there_is_no_state_any_more(tmp_path: Path) -> None:
     optimizer.close()
     with pytest.raises(RuntimeError, match="state on the disk ends with close"):
         optimizer.state_of(next(model.parameters()))
+
+
+def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
+    """The planner puts there what the host has no room for, and no more; what a refusal names is enough."""
+    sizes = {"num_hidden_layers": 12, "vocab_size": 32, "hidden_size": 96, "intermediate_size": 192}
+    config = MODELS["llama"] | sizes
+
+    def made() -> Any:
+        return model_of(config).to(BF16).train()
+
+    model = made()
+    facts = plan_for(model, max_grad_norm=0.0, eval_rows=0, batch=(2, 16)).facts
+    state = 12 * sum(param.numel() for param in model.parameters())
+    given: Any = {"site": "host", "disk": str(tmp_path), "disk_memory": "64MiB", "host_memory": state // 3}
+    plan = planned(facts, **given)
+    assert plan.layout is not None and plan.place is not None
+    assert plan.place.addresses.num_bytes(Tier.HOST) <= state // 3
+    assert disk_bytes(plan.layout) > state // 2
+    some = planned(facts, **given | {"host_memory": state})
+    assert some.layout is not None and some.place is not None
+    largest = max(bucket.state_bytes(2) for bucket in some.layout.buckets if bucket.on_disk)
+    assert state - some.place.addresses.num_bytes(Tier.HOST) < 2 * largest, "more is there than has to be"
+    assert disk_bytes(planned(facts, **given | {"host_memory": 2 * state}).layout) == 0
+    with pytest.raises(MemoryRefusal) as refused:
+        planned(facts, **given | {"host_memory": 10_000})
+    enough = planned(facts, **given | {"host_memory": refused.value.needed})
+    assert enough.place is not None and enough.place.addresses.num_bytes(Tier.HOST) <= refused.value.needed
+    with pytest.raises(MemoryRefusal):
+        planned(facts, **given | {"disk_memory": "64KiB"})
+    ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "labels": ids}] * 3
+    assert differences(plain(made(), batches), stowed(model, plan, batches)) == []
 
 
 def test_two_bytes_per_parameter_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
