@@ -193,6 +193,7 @@ class LayersFirst:
         self._hub = getcurrent()
         self._running: _Task | None = None
         self._blocks = find_blocks(model)
+        self._nodes = 0  # of graphs that were made when the newest micro-batch came to the model
         self._shared: set[int] = set()  # weights by id that units before the head have used, as a tied one
 
     @property
@@ -296,7 +297,7 @@ class LayersFirst:
             for task in tasks:
                 task.random = ends[-1]
                 nodes = autograd._get_sequence_nr()
-                if self._go_on(task) != ENTRANCE or autograd._get_sequence_nr() != nodes:
+                if self._go_on(task) != ENTRANCE or self._nodes != nodes:
                     self._refuse("a forward that draws random numbers does not begin with the model")
         return ends[1:]
 
@@ -305,6 +306,9 @@ class LayersFirst:
         task = self._task
         if task is None:
             return  # what is counted
+        self._nodes = (
+            autograd._get_sequence_nr()
+        )  # before counting: functions of one's own count without gradients, too
         begins = self._generators.states()
         shape = _shape_of((args, kwargs))
         if (move := self._moves.get(shape)) is not None and not self._counts_each:
