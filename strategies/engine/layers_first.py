@@ -306,9 +306,8 @@ class LayersFirst:
         task = self._task
         if task is None:
             return  # what is counted
-        self._nodes = (
-            autograd._get_sequence_nr()
-        )  # before counting: functions of one's own count without gradients, too
+        # Before counting: without gradients, too, functions of autograd count as nodes in some releases of torch.
+        self._nodes = autograd._get_sequence_nr()
         begins = self._generators.states()
         shape = _shape_of((args, kwargs))
         if (move := self._moves.get(shape)) is not None and not self._counts_each:

@@ -219,7 +219,7 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
     found |= shared
     if trainer.execution.pipeline is not None:
         found = of_stages(trainer, found)
-    if trainer.execution.parts is not None:
+    if trainer.execution.experts is not None:
         return with_all_experts(trainer.model, found)
     return joined(found) if trainer.execution.grid.tensor > 1 else found
 

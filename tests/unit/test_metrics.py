@@ -22,6 +22,8 @@ from tests.helpers.tiny import LLAMA, VOCAB, run_config
 
 HERE = "tests.unit.test_metrics"
 
+WHERE = "cannot be imported from the folder of the config, that of the command, or by Python"
+
 
 def most_likely(logits: Any, labels: Any) -> Any:
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
@@ -115,16 +117,22 @@ def test_numbers_of_the_task_and_of_the_user_from_one_evaluation(
     [
         (
             "nowhere:f",
-            "nowhere cannot be imported from the folder of the command or by Python: ModuleNotFoundError: No",
+            f"nowhere {WHERE}: ModuleNotFoundError: No",
         ),
-        ("broken:f", "broken cannot be imported from the folder of the command or by Python: ZeroDivisionError: "),
-        ("mine:word", "mine has no function word; did you mean 'words'?"),
-        ("mine:number", "mine has no function number"),
+        (
+            "broken:f",
+            f"broken {WHERE}: ZeroDivisionError: ",
+        ),
+        ("mine:word", "mine has no word; did you mean 'words'?"),
+        ("mine:number", "number is no function"),
         ("mine:words", "must return numbers by name, and a is str"),
         ("mine:one", "must return numbers by name, and the result is int"),
         ("mine:several", "must return numbers by name, and a is Tensor"),
         ("mine:numbered", "must return numbers by name, and 1 is int"),
-        ("exits:f", "exits cannot be imported from the folder of the command or by Python: SystemExit: 0"),
+        (
+            "exits:f",
+            f"exits {WHERE}: SystemExit: 0",
+        ),
         ("mine:nll", "returns 'nll_loss', and names that end in loss, tokens, perplexity, runtime, per_second"),
     ],
 )

@@ -322,7 +322,7 @@ class RunConfig(Section):
             raise self.error(key, name, str(error)) from None
 
     @property
-    def learns(self) -> Task:
+    def chosen_task(self) -> Task:
         """The task. Raise ConfigError if it is from outside, and cannot be used."""
         return self.thing(TASKS, "task", self.task)
 

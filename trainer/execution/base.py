@@ -24,10 +24,10 @@ class Execution:
     stowed: StowOptimizer | None = None  # the memory engine's, once it drives the model
     wraps = True  # Accelerate may wrap the model in DistributedDataParallel
     gives_logits = True  # evaluations have them; else the losses of tokens
-    meets = False  # a forward is a collective
+    forward_is_collective = False
     position = 0  # among ranks that a forward goes through
     pipeline: Pipeline | None = None  # what these ranks run
-    parts: ExpertParts | None = None  # of the experts that ranks divide
+    experts: ExpertParts | None = None  # of the experts that ranks divide
 
     def __init__(self, grid: Grid | None = None) -> None:
         """``grid``: of ranks; a plain one says nothing about their number."""

@@ -13,7 +13,7 @@ from deepstow.trainer.execution.experts import Experts
 from deepstow.trainer.execution.pipeline import Pipeline
 from deepstow.trainer.execution.sequence import Sliced
 from deepstow.trainer.execution.stowed import Stowed
-from deepstow.trainer.execution.tensor import Tensors
+from deepstow.trainer.execution.tensor import TensorParallel
 from deepstow.trainer.execution.zero import Zero
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def execution_of(plan: Plan, model: Any, stage: Stage | None) -> Execution:
     if stage is not None:
         found = Pipeline(found, stage, plan)
     elif run.grid.tensor > 1:
-        found = Tensors(found)
+        found = TensorParallel(found)
     if (parts := expert_parts.of(model)) is not None:
         found = Experts(found, parts)
     if (compressed := exchange_of(run.compression)) is not None:

@@ -39,7 +39,7 @@ class Pipeline(Around):
 
     wraps = False  # ranks hold different weights
     gives_logits = False
-    meets = True
+    forward_is_collective = True
     pipeline: pipelining.Pipeline
 
     def __init__(self, inner: Execution, stage: Stage, plan: Plan) -> None:

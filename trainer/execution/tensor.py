@@ -12,7 +12,7 @@ from deepstow.strategies.plugins import exchanged
 from deepstow.trainer.execution.base import Around, Place
 
 
-class Tensors(Around):
+class TensorParallel(Around):
     """This rank has a slice of each layer."""
 
     def among_ranks(self, model: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
     known = {
         "model": model,
         "task": config.task,
-        "code": getattr(config.learns, "code", ""),  # of a task from outside
+        "code": getattr(config.chosen_task, "code", ""),  # of a task from outside
         "prune": config.prune and config.prune.is_structured and [config.prune.sparsity, config.prune.parts],
         "distill": config.distill and [config.distill.loss, config.distill.top_k, config.distill.on],
         "qat": config.quantize and config.quantize.qat and config.quantize.group_size,

@@ -46,7 +46,7 @@ def counted(model: Any, config: RunConfig) -> Any:
             module.forward = partial(_norm, module)
         elif on["swiglu"] and name.endswith("MLP"):
             module.forward = partial(_mlp, module)
-    if on["fused_linear_cross_entropy"] and config.learns.language and not training.label_smoothing_factor:
+    if on["fused_linear_cross_entropy"] and config.chosen_task.language and not training.label_smoothing_factor:
         base = model.get_base_model() if config.model.lora is not None else model
         if isinstance(head := base.get_output_embeddings(), nn.Linear):
             head.forward = nn.Identity().forward  # type: ignore[method-assign]

@@ -113,7 +113,7 @@ def count(config: RunConfig, rows: int, *, masked: bool = True) -> Evaluation:
     from deepstow.trainer.model.stubs import fake_tensors
     from deepstow.trainer.model.temporaries import peak_of
 
-    task = config.learns
+    task = config.chosen_task
     model = facts.meta_model(config)
     facts.cast_weights(config, model)
     with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
@@ -135,7 +135,7 @@ def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:
 
     from deepstow.trainer.tasks.task import losses_of, scores
 
-    task, autocast = config.learns, facts.autocast_of(config)
+    task, autocast = config.chosen_task, facts.autocast_of(config)
     given, labels = dict(inputs), None
     if task.language and config.distill is None:
         labels = given.pop("labels")

@@ -101,7 +101,7 @@ def _not_layerwise(config: RunConfig) -> str:
     """Why micro-batches cannot take turns in each layer, of what a count of one forward does not show."""
     kwargs = config.training.gradient_checkpointing_kwargs or config.training.activation_checkpointing_kwargs or {}
     reasons = {
-        f"a loss of task: {config.task} may run the model twice": not config.learns.runs_once,
+        f"a loss of task: {config.task} may run the model twice": not config.chosen_task.runs_once,
         "distill would keep the answers of all micro-batches on the device": config.distill is not None,
         "reentrant checkpoints run a backward of their own": bool(kwargs.get("use_reentrant")),
     }
@@ -122,26 +122,26 @@ def check_model(config: RunConfig, built: Any) -> None:
     ConfigError: a key cannot be meant, or a strategy cannot train such a model.
     """
     config_keys.check(config, built)
-    auto = config.learns.model_class
+    auto = config.chosen_task.model_class
     if type(built) not in loaded(auto)._model_mapping and not config.model.trust_remote_code:
         what = f"{built.model_type} models are not for it: Transformers has no {auto.rpartition('.')[2]} of one"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
-    if config.learns.generates and sees_what_follows(built):
+    if config.chosen_task.generates and sees_what_follows(built):
         what = f"{built.model_type} models see the words that follow, so there is nothing to learn in predicting them"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
-    if config.learns.language and built.model_type in loss_terms.UNSHIFTED:
+    if config.chosen_task.language and built.model_type in loss_terms.UNSHIFTED:
         what = f"Transformers compares what a {built.model_type} says of a token with that token, not with the next one"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
     if built.is_encoder_decoder and auto.endswith("SequenceClassification"):
         what = f"{built.model_type} models find the end of a text by its values, which no plan can know"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
     smoothing, term = config.training.label_smoothing_factor, loss_terms.switched_on(built)
-    if smoothing and term is not None and not config.learns.own_loss:
+    if smoothing and term is not None and not config.chosen_task.own_loss:
         what = f"leaves out what the model adds to its loss (model.config.{term})"
         raise config.error("training.label_smoothing_factor", smoothing, f"{what}; leave one of the two out")
     keys = built.get_text_config().to_dict()
     saved = partial(hub.file_of, config.model.name_or_path)
-    refuse(config, [*config.learns.refuses_model(config, built, saved), *attention.refuses_model(config, built)])
+    refuse(config, [*config.chosen_task.refuses_model(config, built, saved), *attention.refuses_model(config, built)])
     refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
 
 
@@ -171,7 +171,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
     """The facts that follow from the config alone."""
     training, divided = config.training, degrees(config.strategies)
     return RunFacts(
-        micro_batch=training.per_device_train_batch_size * config.learns.sequences(config),
+        micro_batch=training.per_device_train_batch_size * config.chosen_task.sequences(config),
         sequence=config.data.max_length,
         accumulation=training.gradient_accumulation_steps,
         max_grad_norm=training.max_grad_norm,
@@ -182,7 +182,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         recomputes=training.recomputes,
         compiled=training.compile_backend is not None,
         accelerated=accelerated,
-        sequences=config.learns.sequences(config),
+        sequences=config.chosen_task.sequences(config),
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
         slices=divided.get(Axis.SEQUENCE, 1),
@@ -275,7 +275,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     from deepstow.trainer.model import student
     from deepstow.trainer.model.stubs import fake_tensors
 
-    precision, task = precision_of(config), config.learns
+    precision, task = precision_of(config), config.chosen_task
     autocast = autocast_of(config)
     model: Any = meta_model(config)
     whole = _whole(config)
@@ -389,7 +389,7 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
     import torch
 
     ids, slices = torch.zeros(shape, dtype=torch.long), run_facts(config, 1).slices
-    inputs = {"input_ids": ids, **config.learns.targets(ids, config)}
+    inputs = {"input_ids": ids, **config.chosen_task.targets(ids, config)}
     if slices > 1:  # attention over slices takes no mask
         from deepstow.strategies.parallel import ulysses
 
@@ -469,7 +469,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
 
     from deepstow.trainer.model import tying
 
-    section, task = config.model, config.learns
+    section, task = config.model, config.chosen_task
     auto = loaded(task.model_class)
     hf_config = config_of(config)
     check_model(config, hf_config)

@@ -376,7 +376,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
         FitRow(tree=tree | {"model": model}, kept=kept),
         FitRow(kind="LoRA", tree=tree | {"model": adapters}, kept=kept),
     ]
-    if bits is None and (find_spec("bitsandbytes") is None or not config.learns.language):
+    if bits is None and (find_spec("bitsandbytes") is None or not config.chosen_task.language):
         return rows
     compute = {"bnb_4bit_compute_dtype": "bfloat16"} if config.training.bf16 else {}
     packed = tree | {"model": adapters | {"quantization_config": bits or FOUR_BITS | compute}}

@@ -205,7 +205,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             found.append(Refusal(f"training.{compiles}", getattr(config.training, compiles), why))
     if config.task not in TASKS:  # whose code runs after what can be said without it
         facts.refuse(config, found)
-    task = config.learns
+    task = config.chosen_task
     of_strategies = [*refusals(config.strategies, facts.run_facts(config, world_size))]
     found = [*task.refusals(config), *of_strategies, *_refuses_shares(config, world_size), *found]
     facts.refuse(config, found)
@@ -225,7 +225,7 @@ def _of_exporter(config: RunConfig, exporter: Exporter, *, installed: bool) -> I
     absent = [each for each in exporter.packages if find_spec(each) is None] if installed else []
     if absent:
         yield Refusal(key, name, f"needs {', '.join(absent)}; write pip install {' '.join(absent)}, or torch_export")
-    if exporter.language and not config.learns.language:
+    if exporter.language and not config.chosen_task.language:
         yield Refusal(key, name, f"is for tasks that predict the next token, and this is {config.task}; leave it out")
     if exporter.place in (config.quantize.formats if config.quantize else ()):
         yield Refusal(key, name, f"writes export-{exporter.place}, which quantize writes; give it another folder")

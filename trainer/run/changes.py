@@ -26,7 +26,7 @@ def loads_spans(config: RunConfig, plan: Plan) -> bool:
     """Whether the memory engine is given weights one by one, of which a rank keeps its spans. Others would look at them
     before: adapters wrap them, Trainers of preferences copy the model.
     """
-    return config.learns.language and config.model.lora is None and plan.loads_spans
+    return config.chosen_task.language and config.model.lora is None and plan.loads_spans
 
 
 def shards(weights: PreTrainedModel, config: RunConfig, rank: int) -> dict[str, Shard]:

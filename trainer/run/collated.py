@@ -44,10 +44,10 @@ def collated(config: RunConfig, rows: Any) -> Collated:
     multiple = MULTIPLE if IDS in ids else 1
     longest, shortest = max(most for _, most in ids.values()), min(least for least, _ in ids.values())
     data, update = config.data, {"max_length": min(config.data.max_length, -(-longest // multiple) * multiple)}
-    if "data.max_target_length" in config.learns.keys and LABELS in lengths:
+    if "data.max_target_length" in config.chosen_task.keys and LABELS in lengths:
         limit = data.max_target_length or data.max_length
         update["max_target_length"] = min(limit, -(-lengths[LABELS][1] // multiple) * multiple)
-    full = config.learns.language and shortest == longest and longest % multiple == 0
+    full = config.chosen_task.language and shortest == longest and longest % multiple == 0
     if full and data.packing:
         full = POSITIONS in lengths and all(_ends(table.column(POSITIONS), longest))
     return Collated(config.model_copy(update={"data": data.model_copy(update=update)}), not full)

@@ -88,7 +88,7 @@ def export(
     """
     section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
-    task = config.learns
+    task = config.chosen_task
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0))
     logits = trainer.logits_of(probe)
@@ -310,7 +310,7 @@ def model_card(
     header = ModelCardData(
         base_model=base if base and hub.is_name(base) else None,
         library_name="peft" if adapters else "transformers",
-        pipeline_tag=config.learns.pipeline_tag,
+        pipeline_tag=config.chosen_task.pipeline_tag,
         tags=tags,
     )
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
@@ -323,7 +323,7 @@ def model_card(
         " ".join(filter(None, (_origin(config, hf_config.model_type), *said))),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + of_best(config, state, "These are {}. ")
-        + " ".join(_results(state.log_history, odds=config.learns.language)),
+        + " ".join(_results(state.log_history, odds=config.chosen_task.language)),
         f"Settings: {', '.join(_settings(config))}.",
         f"Strategies, on {num_ranks} process{'es' if num_ranks > 1 else ''}: {_strategies(config)}. "
         f"{_exactness(parities, ' with the same callbacks' * bool(callbacks))}{callbacks}".strip(),

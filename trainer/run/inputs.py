@@ -38,7 +38,7 @@ PLACE = "model.name_or_path"
 def is_read_again(config: RunConfig) -> bool:
     """Whether the bits of a resumed run depend on the weights that training began with."""
     structured = config.prune is not None and config.prune.is_structured
-    return config.model.lora is not None or config.learns.has_reference or structured
+    return config.model.lora is not None or config.chosen_task.has_reference or structured
 
 
 def compare(config: RunConfig, ranks: Ranks, resumed: Resumed) -> None:

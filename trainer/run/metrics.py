@@ -13,18 +13,13 @@ is taken. What a function itself raises ends the run with its traceback.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from deepstow.trainer.errors import first_line, nearest
+from deepstow.trainer.registry import Unusable, named
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction
@@ -46,37 +41,13 @@ def found(config: RunConfig, key: str) -> Callable[..., Any] | None:
     given: str | None = getattr(config.training, key)
     if given is None:
         return None
-    name, _, function = given.partition(":")
     try:
-        module = imported(name)
-    except (Exception, SystemExit) as error:
-        what = f"{name} cannot be imported from the folder of the command or by Python: {first_line(error)}"
-        raise config.error(f"training.{key}", given, what) from None
-    work = getattr(module, function, None)
+        work = named(given, config.folders(f"training.{key}"))
+    except Unusable as error:
+        raise config.error(f"training.{key}", given, str(error)) from None
     if not callable(work):
-        known = [other for other, value in vars(module).items() if callable(value)]
-        raise config.error(f"training.{key}", given, f"{name} has no function {function}{nearest(function, known)}")
+        raise config.error(f"training.{key}", given, f"{given.partition(':')[2]} is no function")
     return work  # type: ignore[no-any-return]
-
-
-def imported(name: str) -> ModuleType:
-    """A module by its dotted name: a file below the folder of the command, else what Python finds. Either runs once: a
-    file is known to Python by its path, which hides no other module.
-    """
-    file = Path(*name.split(".")).with_suffix(".py").absolute()
-    known = str(file)
-    if known in sys.modules:
-        return sys.modules[known]
-    spec = spec_from_file_location(known, file) if file.is_file() else None
-    if spec is None or spec.loader is None:
-        return import_module(name)
-    module = sys.modules[known] = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[known]
-        raise
-    return module
 
 
 def beside(own: dict[str, Any], config: RunConfig) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def first_not_finite(trainer: Trainer, gradient: str | None) -> str:
     for order, phase in phases:
         mine = (trainer.execution.position, next(phase, None))
         found = [mine]
-        if trainer.execution.meets:
+        if trainer.execution.forward_is_collective:
             found *= trainer.args.world_size
             torch.distributed.all_gather_object(found, mine)
         for _, what in sorted(found, key=lambda each: order * each[0]):

@@ -67,7 +67,6 @@ from deepstow.trainer.run import (
     teaching,
     trackers,
 )
-from deepstow.trainer.run.added_callbacks import Added
 from deepstow.trainer.run.callbacks import (
     EarlyStopping,
     Meter,
@@ -86,6 +85,7 @@ from deepstow.trainer.run.stage_trial import form_of_stages
 from deepstow.trainer.run.structured import Smaller
 from deepstow.trainer.run.task_trainer import adapters_follow, class_for, left_out, options
 from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.run.user_callbacks import UserCallbacks
 from deepstow.trainer.tasks.task import loaded
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class Run:
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
     weights: list[list[int]] = field(default_factory=list)  # ``inputs.files_now``, before they were read
-    added: Added | None = None  # callbacks of the config, once the trainer has them
+    user_callbacks: UserCallbacks | None = None  # callbacks of the config, once the trainer has them
     applied: list[str] = field(default_factory=list)  # what strategies did to the model, a line each, on the first rank
 
     def say(self, line: str) -> None:
@@ -186,7 +186,7 @@ def refuse_lost_weights(config: RunConfig, plan: Plan) -> None:
     equal, though the files have other values.
     """
     untied = plan.facts.run.untied
-    if deepspeed.stage(plan) == 3 and untied and not tying.config_says(config_of(config), config.learns, untied):
+    if deepspeed.stage(plan) == 3 and untied and not tying.config_says(config_of(config), config.chosen_task, untied):
         files = f"the files of {config.model.name_or_path} have {untied[0]} of their own, which its config cannot say"
         raise config.error("strategies.zero.stage", 3, f"{files}, so that it would be lost; write stage: 2")
 
@@ -222,7 +222,7 @@ def read_data(
     hf_config = config_of(config)
     facts.check_model(config, hf_config)
     teaching.refuse(config)  # before rows are prepared
-    task = config.learns
+    task = config.chosen_task
     build.refuse_lost_buffers(section, hf_config, task)
     texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)
     words = tokenizers.load(
@@ -306,7 +306,7 @@ def make_arguments(run: Run) -> TrainingArguments:
     given.setdefault("use_cpu", run.machine.device_kind == "cpu")
     given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
     name_device(run.ranks, run.machine.device_kind, on_cpu=given["use_cpu"])
-    task = run.config.learns
+    task = run.config.chosen_task
     arguments: TrainingArguments = loaded(task.arguments)(
         **task.complete(given, run.config),
         deepspeed=deepspeed.ds_config(run.plan) or None,
@@ -328,7 +328,7 @@ def make_arguments(run: Run) -> TrainingArguments:
 def make_model(run: Run) -> PreTrainedModel:
     """Build the model on the CPU, or split over the ranks where the plan splits parameters; of a pipeline the stage."""
     source = run.source or run.config
-    section, seed, task = source.model, run.config.training.seed, run.config.learns
+    section, seed, task = source.model, run.config.training.seed, run.config.chosen_task
     hf_config = config_of(source)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
@@ -391,7 +391,7 @@ def make_trainer(run: Run) -> Trainer:
         run.source = structured.made(run.config, run.ranks, run.smaller, run.prepared)
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
-    task = run.config.learns
+    task = run.config.chosen_task
     prompt = sample_prompt(run.tokenizer, run.prepared.eval or run.prepared.train) if task.language else ""
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
     # Stages cannot generate, and ranks that divide experts would end at different tokens.
@@ -401,7 +401,7 @@ def make_trainer(run: Run) -> Trainer:
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     plan_check = _plan_check(run)
     ratio = run.config.model.lr_ratio
-    run.added = Added(run.config)
+    run.user_callbacks = UserCallbacks(run.config)
     model: Any = make_model(run)
     if run.config.model.quantization_config is not None and run.plan.layout is None:
         model.to(arguments.device)  # Hugging Face leaves quantised models where they are
@@ -427,7 +427,7 @@ def make_trainer(run: Run) -> Trainer:
             *([EarlyStopping(patience, threshold)] if patience is not None else []),
             *([plan_check] if plan_check else []),
             resuming.TakenOver(resuming.other(run.resumed, run.config)),
-            *run.added.made(),
+            *run.user_callbacks.made(),
             meter,
         ],
     )
@@ -502,8 +502,8 @@ def about(run: Run, model: PreTrainedModel) -> About:
 def code_of(run: Run) -> dict[str, str]:
     """The hash of the file of each thing from outside that decides the result, by its name in the config."""
     data = run.config.data.parts()
-    things = [run.config.learns, *(part.asked_format() for part in data), *(part.asked_reader() for part in data)]
-    return codes(things) | (run.added.codes if run.added else {})
+    things = [run.config.chosen_task, *(part.asked_format() for part in data), *(part.asked_reader() for part in data)]
+    return codes(things) | (run.user_callbacks.codes if run.user_callbacks else {})
 
 
 def make_meter(run: Run, device: torch.device) -> Meter:

@@ -76,7 +76,7 @@ class Report:
         """Quantise, save, reload and compare; returns perplexity before and after. Raise ExportError if what is opened
         again is another model.
         """
-        task, where = self._config.learns, self._device
+        task, where = self._config.chosen_task, self._device
         options = {"quantization_config": config_for(self._config, name), "device_map": {"": str(where)}}
         model = _load(self._config, self._exact, **options)
         words = model.get_input_embeddings().num_embeddings
@@ -110,7 +110,7 @@ def refuse(config: RunConfig) -> None:
     if asked is None or not any(name.endswith("_group") for name in asked.formats):
         return
     with torch.device("meta"):
-        model = loaded(config.learns.model_class).from_config(
+        model = loaded(config.chosen_task.model_class).from_config(
             config_of(config), trust_remote_code=config.model.trust_remote_code
         )
     layers_of(model, config)
@@ -180,7 +180,7 @@ def config_for(config: RunConfig, name: str) -> Any:
 
 
 def _load(config: RunConfig, folder: Path, **options: Any) -> Any:
-    auto, trusts = loaded(config.learns.model_class), config.model.trust_remote_code
+    auto, trusts = loaded(config.chosen_task.model_class), config.model.trust_remote_code
     model = auto.from_pretrained(folder, trust_remote_code=trusts, **options).eval()
     keep_packing(model)  # else a CPU's forward packs weights anew, and what is saved after that is not what was loaded
     return model

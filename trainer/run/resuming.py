@@ -130,7 +130,7 @@ def compare(config: RunConfig, world_size: int, found: Found) -> Changes:
     """The run that saved a checkpoint and this one on so many ranks, by their configs."""
     run, tree = found.manifest.run, config.tree()
     copies = _copies(run.config, run.world_size), _copies(tree, world_size)
-    # What the manifest does not have, one of d309ba20 none of it, was the default that is installed.
+    # What the manifest of an earlier version does not have was the default that is installed.
     kept = run.arguments or {}
     then = {key: kept.get(key, value) for key, value in resolved(config, run.config.get("training", {})).items()}
     now = resolved(config, tree["training"])
@@ -142,7 +142,7 @@ def resolved(config: RunConfig, written: Mapping[str, Any]) -> dict[str, Any]:
     the installed defaults. Only those that two runs are compared by: no folder, name or address of anything. Without
     ``use_cpu``, which is the machine's if it is not written.
     """
-    task = config.learns
+    task = config.chosen_task
     values: dict[str, Any] = {
         each.name: each.default if each.default_factory is MISSING else each.default_factory()
         for each in fields(loaded(task.arguments))

@@ -71,12 +71,12 @@ from deepstow.trainer.run import (
     trackers,
     upload,
 )
-from deepstow.trainer.run.added_callbacks import KEY, Added
 from deepstow.trainer.run.begin import Begin
 from deepstow.trainer.run.callbacks import SAID, Watched, of_best, perplexity
 from deepstow.trainer.run.order import Run
 from deepstow.trainer.run.quantized import exact_again
 from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.run.user_callbacks import KEY, UserCallbacks
 from deepstow.trainer.tasks.task import only_language
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         deepspeed_ops.refuse_what_cannot_be_built()
     check_options(config, ranks.world_size)  # from here on code that the config names runs
     metrics.refuse(config)
-    Added(config)
+    UserCallbacks(config)
 
 
 def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
@@ -404,7 +404,7 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     exact_again(trainer.model, run.config)
     smaller = run.smaller.folder if run.smaller is not None else None
     with exporting(run):
-        callbacks = run.added.sentence() if run.added else ""
+        callbacks = run.user_callbacks.sentence() if run.user_callbacks else ""
         receipt = export.export(trainer, run.tokenizer, run.config, about, smaller, callbacks)
     if not run.ranks.is_first:
         return
@@ -433,7 +433,7 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
 def following(config: RunConfig) -> str:
     """What to type next: to talk to the export, or to read how else it is used."""
     folder = Path(config.training.output_dir)
-    talks = config.learns.generates and not config.model.trust_remote_code and not config.model.attention_mask
+    talks = config.chosen_task.generates and not config.model.trust_remote_code and not config.model.attention_mask
     command = f"deepstow chat {quote(str(folder))}" if talks else "deepstow docs use"
     return f"next:       {command}{', or deepstow train --config finetune' * (folder == Path('runs/quickstart'))}"
 

@@ -28,12 +28,12 @@ def class_for(task: Task) -> type[Trainer]:
 
 def adapters_follow(config: RunConfig) -> bool:
     """Whether the Trainer adds adapters to the model that it is given."""
-    return config.model.lora is not None and config.learns.adds_adapters
+    return config.model.lora is not None and config.chosen_task.adds_adapters
 
 
 def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The keyword arguments of the Trainer that are the task's."""
-    task, packing = config.learns, config.data.packing
+    task, packing = config.chosen_task, config.data.packing
     if not task.language:
         given = task.options(model, tokenizer, config)
         if config.model.lora is not None and config.model.adapter is None and task.adds_adapters:

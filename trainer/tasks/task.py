@@ -274,5 +274,5 @@ def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
 
 def only_language(config: RunConfig, what: str) -> None:
     """Raise ConfigError unless the task of ``config`` predicts the next token, as ``what`` needs."""
-    if not config.learns.language:
+    if not config.chosen_task.language:
         raise config.error("task", config.task, f"{what} is for sft and pretrain only")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KEY = "training.callbacks"
 
 
-class Added:
+class UserCallbacks:
     """The callbacks of a config.
 
     Attributes:
