@@ -21,7 +21,7 @@ from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning.from_config import check_options
 from deepstow.trainer.run import run as runs
-from deepstow.trainer.run.user_callbacks import Added
+from deepstow.trainer.run.user_callbacks import UserCallbacks
 from deepstow.trainer.tasks.task import TASKS
 from tests.e2e.commands import write_jsonl
 from tests.helpers.tiny import LLAMA
@@ -331,5 +331,5 @@ def test_odd_things_are_refused_in_one_line(
         config = config_in(home, tree)
     with pytest.raises(ConfigError, match=f'{where} = "{name}": .*{line}') as refused:
         check_options(config, 1)
-        Added(config)
+        UserCallbacks(config)
     assert len(refused.value.lines) == 1
