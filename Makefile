@@ -7,16 +7,18 @@ READY  := $(VENV)/.ready
 CUDA   := build/cuda
 FAKE   := tests/helpers/fake_cuda
 RANKS  ?= 1
+# Versions in place of those of constraints.txt: a file of them, or `none` for the newest that pyproject.toml allows.
+PINS   ?=
 PART   ?= 1
 CASES  ?=
 
-.PHONY: help setup train finetune test test-all test-torchao test-liger test-cuda faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
+.PHONY: help setup train finetune test test-all test-torchao test-liger test-cuda faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare coverage wheel clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
 setup: $(READY) ## create .venv with everything in it, at the pinned versions
 $(READY): pyproject.toml constraints.txt .ci/setup
-	PYTHON=$(PYTHON) bash .ci/setup $(VENV)
+	PYTHON=$(PYTHON) bash .ci/setup $(VENV) lora,dev $(PINS)
 	@touch $@
 
 train: $(READY) ## the quickstart: a small Llama from scratch, on text that ships with Python
@@ -41,6 +43,16 @@ test-all: $(READY) ## the slower tests that make test leaves out
 
 test-rare: $(READY) ## what make test-all leaves out: one more way of what others test
 	$(PYTEST) $(PARTS) -m rare
+
+# Lines that only processes of their own run, as the ranks of a command, count as not covered.
+coverage: $(READY) ## which lines make test runs: a table, and pages in build/coverage
+	pip install -q --no-deps --upgrade --target build/coverage/site pytest-cov coverage
+	COVERAGE_FILE=build/coverage/data PYTHONPATH=$(CURDIR)/build/coverage/site $(PYTEST) $(PARTS) -m "not slow" --cov --cov-report=term --cov-report=html:build/coverage/pages
+
+wheel: $(READY) ## the wheel, in build/wheel, and its test in a fresh environment
+	rm -rf build/lib build/wheel  # what an earlier one left would be packed again
+	pip wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(PYTEST) tests/e2e/test_wheel.py
 
 # Not in .venv: Transformers imports torchao wherever it is installed, which prints warnings and takes seconds of each start.
 test-torchao: $(READY) ## the tests of what torchao does, which is installed into build/torchao
