@@ -49,10 +49,9 @@ coverage: $(READY) ## which lines make test runs: a table, and pages in build/co
 	pip install -q --no-deps --upgrade --target build/coverage/site pytest-cov coverage
 	COVERAGE_FILE=build/coverage/data PYTHONPATH=$(CURDIR)/build/coverage/site $(PYTEST) $(PARTS) -m "not slow" --cov --cov-report=term --cov-report=html:build/coverage/pages
 
-wheel: $(READY) ## the wheel, in build/wheel, and its test in a fresh environment
+wheel: $(READY) ## the wheel, in build/wheel
 	rm -rf build/lib build/wheel  # what an earlier one left would be packed again
 	pip wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel .
-	$(PYTEST) tests/e2e/test_wheel.py
 
 # Not in .venv: Transformers imports torchao wherever it is installed, which prints warnings and takes seconds of each start.
 test-torchao: $(READY) ## the tests of what torchao does, which is installed into build/torchao
