@@ -42,7 +42,7 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
         torch.nn.init.constant_(block.mlp.down_proj.weight, float("nan"))
     elif where == "output":
         block.mlp.register_forward_hook(lambda module, inputs, output: spoil(output))
-    else:
+    elif where == "gradient" or ranks.is_first:
         block.mlp.register_forward_hook(
             lambda module, inputs, output: output.requires_grad and output.register_hook(spoil) and None
         )
@@ -83,11 +83,20 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-@pytest.mark.parametrize("strategies", [{}, OFFLOAD, PIPELINE], ids=["plain", "offload", "two stages"])
-def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any]) -> None:
-    """Forward is finite: the first gradient of backward is named."""
+@pytest.mark.parametrize(
+    ("strategies", "ranks", "where"),
+    [
+        ({}, 1, "gradient"),
+        (OFFLOAD, 1, "gradient"),
+        (PIPELINE, 2, "gradient"),
+        ({"collectives": {"local_steps": 2}}, 2, "gradient of the first rank"),
+    ],
+    ids=["plain", "offload", "two stages", "one rank that trains alone"],
+)
+def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any], ranks: int, where: str) -> None:
+    """Forward is finite: the first gradient of backward is named. All ranks end, also those whose own are finite."""
     config = run_config(LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=9, per_device_train_batch_size=2)
-    found = run_counted(2 if "pipeline" in strategies else 1, train, config, 1, "gradient")
+    found = run_counted(ranks, train, config, 1, where)
     assert "not finite first: the gradient of model.layers.1.mlp.down_proj.weight. " in found["said"]
     assert "there is no checkpoint yet" in found["said"]
 
