@@ -113,16 +113,15 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
             stop.ended.folder = Path(config.training.output_dir)
         settle_environment(ranks, cores()[1])
         from deepstow.trainer.planning.kernel_choice import settled
-        from deepstow.trainer.run import run
+        from deepstow.trainer.run import checks, data, session
 
         config = settled(config, ranks.world_size, here=True, say=say)
-
-        run.refuse_unbuildable(config, ranks)
         if not shows:
-            return run.run(config, ranks, stop)
+            return session.run(config, ranks, stop)
+        checks.check(checks.Before.MEETING, config=config, ranks=ranks)
         if ranks.is_first:
             with config.placing():
-                run.show_sample(config) if arguments.show_sample else run.show_data(config, arguments.plot)
+                data.show_sample(config) if arguments.show_sample else data.show_data(config, arguments.plot)
         return 0
     except UserError as error:
         stop.leave()

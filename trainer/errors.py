@@ -132,6 +132,12 @@ class CountingError(ConfigError, ValueError):
     """A model's forward does not run on fake tensors, so what it saves for backward cannot be counted."""
 
 
+class DiskFails(UserError):
+    """A disk does not give or take what the run, its checkpoint or its export needs."""
+
+    code = ExitCode.DISK
+
+
 class DataError(UserError):
     """The data cannot be trained on; the line names file, row and field."""
 

@@ -72,7 +72,7 @@ def test_offload_has_the_bits_of_plain_training(device: Any, tmp_path: Path) -> 
 @pytest.mark.simulated("Accelerate knows CUDA, and torch has collectives for it")
 def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """What plans and what trains must mean the same device."""
-    monkeypatch.setattr("deepstow.trainer.run.order.name_device", lambda *_, **__: None)
+    monkeypatch.setattr("deepstow.trainer.run.building.name_device", lambda *_, **__: None)
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     assert run(tmp_path, {"offload": OFFLOAD}) == ExitCode.CONFIG
     said = capsys.readouterr().err.splitlines()

@@ -159,7 +159,7 @@ def test_a_stopped_rank_ends_all_with_their_stacks(server: Server, tmp_path: Pat
     assert "watchdog: rank 0 of 2 ends, exit code 13: rank " in result.err
     assert "rank 1: in step " in result.err or "rank 1: after step " in result.err
     assert ended(config)[0] == 13
-    assert "rank 0, thread MainThread:" in result.err and "trainer/run/run.py" in result.err
+    assert "rank 0, thread MainThread:" in result.err and "trainer/run/session.py" in result.err
 
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(whole: Path, server: Server, tmp_path: Path) -> None:

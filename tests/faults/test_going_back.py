@@ -16,8 +16,8 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop, Stopped
 from deepstow.trainer.errors import ExitCode
-from deepstow.trainer.run import checkpoint, finished, order
-from deepstow.trainer.run.run import run
+from deepstow.trainer.run import building, checkpoint, finished
+from deepstow.trainer.run.session import run
 from deepstow.trainer.run.trainer import Trainer
 from tests.e2e.commands import digest, metrics, write_config
 
@@ -126,14 +126,14 @@ def test_by_a_link(home: Path, folder: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_a_checkpoint_that_goes_while_it_is_read(home: Path, folder: Path, tmp_path: Path) -> None:
     """As where another run deletes it: one line, and nothing of it is left behind."""
-    made = order.make_trainer
+    made = building.make_trainer
 
     def late(run: Any) -> Any:
         shutil.rmtree(folder / "checkpoint-4")
         return made(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "make_trainer", late)
+        patch.setattr(building, "make_trainer", late)
         start(home, tmp_path / "new", from_step(folder, 4), code=ExitCode.DISK)
     assert not [*(tmp_path / "new").glob("checkpoint-*")]
 

@@ -13,8 +13,9 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop, Stopped
 from deepstow.trainer.errors import ConfigError, DataError, ExitCode, UserError
-from deepstow.trainer.run import checkpoint, order, structured, trackers, training_state, upload
-from deepstow.trainer.run.run import refuse_unbuildable, run
+from deepstow.trainer.run import building, checkpoint, data, structured, training_state
+from deepstow.trainer.run.checks import CHECKS, Before
+from deepstow.trainer.run.session import run
 from deepstow.trainer.run.trainer import Trainer
 from tests.e2e.commands import write_config
 
@@ -50,13 +51,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(home: Path, folder: Path, *overrides: str) -> int:
     """As ``launch/train.py`` does it."""
     try:
-        config = load(home / "config.yaml", [f"training.output_dir={folder}", *overrides])
-        refuse_unbuildable(config, Ranks())
+        return run(load(home / "config.yaml", [f"training.output_dir={folder}", *overrides]), Ranks(), Stop())
     except UserError as error:
         print(error, file=sys.stderr)
         return error.code
-    try:
-        return run(config, Ranks(), Stop())
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
 
@@ -112,15 +110,15 @@ def test_by_an_override(case: str, home: Path, folder: Path, capsys: pytest.Capt
 
 # Each place that may still say no, in the order of a run, the error that ends it there, and what it began with.
 PLACES: dict[str, tuple[Any, str, BaseException, int, str]] = {
-    "rows": (order, "read_data", DataError("no"), ExitCode.DATA, FRESH),
-    "memory of the machine": (order, "refuse_impossible", ConfigError("no"), ExitCode.CONFIG, FRESH),
-    "a tracker": (trackers, "start", ConfigError("no"), ExitCode.CONFIG, FRESH),
-    "the hub": (upload, "repository", ConfigError("no"), ExitCode.CONFIG, BACK),
+    "rows": (data, "read_data", DataError("no"), ExitCode.DATA, FRESH),
+    "memory of the machine": (CHECKS[Before.SPENDING], "memory", ConfigError("no"), ExitCode.CONFIG, FRESH),
+    "a tracker": (CHECKS[Before.WEIGHTS], "trackers", ConfigError("no"), ExitCode.CONFIG, FRESH),
+    "the hub": (CHECKS[Before.WEIGHTS], "repository", ConfigError("no"), ExitCode.CONFIG, BACK),
     "a smaller model": (structured, "check", ConfigError("no"), ExitCode.CONFIG, FRESH),
-    "arguments": (order, "make_arguments", ConfigError("no"), ExitCode.CONFIG, FRESH),
-    "weights": (order, "make_model", OSError("no"), ExitCode.FAILED, FRESH),
-    "weights too large": (order, "make_model", MemoryError("no"), ExitCode.OUT_OF_MEMORY, BACK),
-    "a signal": (order, "make_model", Stopped("no"), ExitCode.PREEMPTED, FRESH),
+    "arguments": (building, "make_arguments", ConfigError("no"), ExitCode.CONFIG, FRESH),
+    "weights": (building, "make_model", OSError("no"), ExitCode.FAILED, FRESH),
+    "weights too large": (building, "make_model", MemoryError("no"), ExitCode.OUT_OF_MEMORY, BACK),
+    "a signal": (building, "make_model", Stopped("no"), ExitCode.PREEMPTED, FRESH),
     "an optimizer": (Trainer, "create_optimizer", ValueError("no"), ExitCode.FAILED, FRESH),
     "the state of a checkpoint": (training_state, "load", training_state.Misfit("no"), ExitCode.CONFIG, BACK),
 }
@@ -133,7 +131,7 @@ def test_at_every_place(place: str, home: Path, folder: Path, monkeypatch: pytes
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(where, name, fail)
+    (monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr)(where, name, fail)
     assert refused(home, folder, begins.format(folder), "training.learning_rate=0.1") == code
 
 

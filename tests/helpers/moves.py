@@ -168,9 +168,9 @@ def made_run(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] 
 
 def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
     """The trainer of such a run."""
-    from deepstow.trainer.run import order
+    from deepstow.trainer.run import building
 
-    trainer = order.make_trainer(made_run(ranks, config, some))
+    trainer = building.make_trainer(made_run(ranks, config, some))
     return in_fp16(trainer) if config.training.fp16 else trainer
 
 

@@ -9,7 +9,7 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning.from_config import check_options
-from deepstow.trainer.run import order
+from deepstow.trainer.run.session import prepare
 
 
 def lines_of(text: str, overrides: Sequence[str], ranks: int, folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
@@ -19,5 +19,5 @@ def lines_of(text: str, overrides: Sequence[str], ranks: int, folder: Path, patc
     with pytest.raises(ConfigError) as caught:
         config = load(Path("x.yaml"), list(overrides))
         check_options(config, ranks)
-        order.prepare(config, Ranks())
+        prepare(config, Ranks())
     return list(caught.value.lines)

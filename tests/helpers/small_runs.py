@@ -16,8 +16,8 @@ from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
-from deepstow.trainer.run import run as runs
-from deepstow.trainer.run.order import read_data
+from deepstow.trainer.run import session as runs
+from deepstow.trainer.run.data import read_data
 from tests.e2e.commands import write_jsonl
 
 LENGTH, WORDS, STEPS = 24, 300, 6

@@ -58,12 +58,12 @@ def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
-    from deepstow.trainer.run import order
+    from deepstow.trainer.run import building
     from deepstow.trainer.verify.verify import random_run
 
     run, seen = random_run(config, ranks), list[int]()
     with watched(seen):
-        model = order.make_model(run)
+        model = building.make_model(run).model
         for name, module in list(model.named_modules()):
             cut = cut_of(name, tied=False) if isinstance(module, nn.Linear) else None
             if cut is not None:
@@ -80,14 +80,14 @@ def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
     """Of each rank: the growth of its memory until it has its spans, and what of that stays. What libraries take once
     is taken by a ``small`` run before.
     """
-    from deepstow.trainer.run import order
+    from deepstow.trainer.run import building
     from deepstow.trainer.verify.verify import random_run
 
-    order.make_trainer(random_run(small, ranks)).create_optimizer()
+    building.make_trainer(random_run(small, ranks)).create_optimizer()
     run, seen, process = random_run(config, ranks), list[int](), psutil.Process()
     before = process.memory_full_info().uss
     with watched(seen):
-        trainer = order.make_trainer(run)
+        trainer = building.make_trainer(run)
         trainer.create_optimizer()
     everyones: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(everyones, (seen[0], process.memory_full_info().uss - before))

@@ -44,11 +44,11 @@ def claim(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 def held(ranks: Ranks, config: RunConfig) -> dict[str, int]:
     """Train two steps; bytes held by this rank, and what its plan says."""
-    from deepstow.trainer.run import order
+    from deepstow.trainer.run import building
     from deepstow.trainer.verify.verify import random_run
 
     run = random_run(config, ranks)
-    trainer = order.make_trainer(run)
+    trainer = building.make_trainer(run)
     try:
         trainer.train()
         model = trainer.model_wrapped

@@ -27,8 +27,10 @@ from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.model import quantise, student
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning.streamed import placed
-from deepstow.trainer.run import run as runs
-from deepstow.trainer.run.order import read_data
+from deepstow.trainer.run import data
+from deepstow.trainer.run import session as runs
+from deepstow.trainer.run.checks import Before, check
+from deepstow.trainer.run.data import read_data
 from tests.e2e.commands import write_jsonl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -200,7 +202,7 @@ def test_a_teacher_is_streamed_and_asking_goes_on(
     monkeypatch.setattr(teacher, "replace_file", third_fails)
     options = {"top_k": 4, "teacher_batch_size": 2, "training": {"max_steps": 1}}
     with pytest.raises(OSError, match="no space"):
-        runs.order.make_trainer(runs.order.prepare(load_tree(tree_of(home, tmp_path / "a", TIGHT, **options)), Ranks()))
+        runs.before_training(runs.prepare(load_tree(tree_of(home, tmp_path / "a", TIGHT, **options)), Ranks()))
     assert "streamed through" in capsys.readouterr().out
     assert train(tree_of(home, tmp_path / "a", TIGHT, **options)) == 0
     (streamed,) = (tmp_path / "cache").glob("*/000000.arrow")
@@ -296,14 +298,14 @@ def test_refused(
     home: Path, tmp_path: Path, changed: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if line.endswith("no such folder"):
-        monkeypatch.setattr(runs.order.preparing, "prepare", None)  # said before rows are prepared
+        monkeypatch.setattr(data.preparing, "prepare", None)  # said before rows are prepared
     if isinstance(changed.get("teacher"), str):
         changed = changed | {"teacher": str(home / changed["teacher"])}
     with pytest.raises(ConfigError) as error:
         config = load_tree(tree_of(home, tmp_path, **changed))
         ranks = Ranks()
-        runs.refuse_unbuildable(config, ranks)
-        runs.order.prepare(config, ranks)
+        check(Before.MEETING, config=config, ranks=ranks)
+        runs.prepare(config, ranks)
     less = len(tokenizers.PreTrainedTokenizerFast.from_pretrained(home / "other"))
     assert line.format(home=home, less=less) in str(error.value)
 
@@ -311,7 +313,7 @@ def test_refused(
 def test_room_on_the_disk(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: transformers.utils.ModelOutput(free=1000))
     with pytest.raises(ConfigError, match=r"distill.top_k = 7: .* answers take .* and .* has 1000 B free"):
-        runs.order.prepare(load_tree(tree_of(home, tmp_path, top_k=7)), Ranks())
+        runs.prepare(load_tree(tree_of(home, tmp_path, top_k=7)), Ranks())
 
 
 @pytest.mark.slow

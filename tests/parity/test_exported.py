@@ -17,7 +17,7 @@ from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
 from deepstow.trainer.run import exported, further
-from deepstow.trainer.run import run as runs
+from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.export import ExportError, after
 from tests.helpers.tiny import LLAMA, VOCAB
 from tests.helpers.trainers import tokenizer

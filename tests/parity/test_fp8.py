@@ -22,7 +22,7 @@ from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.planning.plan_for import plan_for
-from deepstow.trainer.run import order
+from deepstow.trainer.run import building
 from deepstow.trainer.run.export import export
 from deepstow.trainer.verify.verify import _tokenizer
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
@@ -206,7 +206,7 @@ def test_adapters_resumed_and_exported(merge: bool, saved: Path) -> None:
 
 
 def on_ranks(ranks: Ranks, config: RunConfig) -> dict[str, torch.Tensor]:
-    return trained(order.make_trainer(run_of(config, ranks)))
+    return trained(building.make_trainer(run_of(config, ranks)))
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.planning.plan_for import plan_for
-from deepstow.trainer.run import run as runs
+from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.stowed_trainer import stowed as stowed_trainer
 from tests.helpers import small_runs
 from tests.helpers.doubles import Delayed

@@ -10,7 +10,7 @@ from deepstow.strategies.core.registry import find
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
-from deepstow.trainer.run.order import make_model, make_trainer
+from deepstow.trainer.run.building import make_model, make_trainer
 from deepstow.trainer.verify.verify import random_run, train, without_strategies
 from tests.helpers.releases import needs_stage_3
 from tests.parity.test_strategies import config_of, equal
@@ -49,7 +49,7 @@ def of_layers(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     from deepstow.strategies.engine.forward.routed_linear import Routed
 
     trainer = make_trainer(random_run(config, ranks))
-    model, stock = trainer.model, make_model(random_run(without_strategies(config), ranks))
+    model, stock = trainer.model, make_model(random_run(without_strategies(config), ranks)).model
     same = model.state_dict().keys() == stock.state_dict().keys() and all(
         torch.equal(value, stock.state_dict()[name]) and value.is_contiguous()
         for name, value in model.state_dict().items()

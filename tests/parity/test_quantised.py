@@ -23,8 +23,9 @@ from deepstow.trainer.data.prepare import Contents, Prepared
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.model.adapters import OURS
-from deepstow.trainer.run import order
+from deepstow.trainer.run import building
 from deepstow.trainer.run.export import export
+from deepstow.trainer.run.session import Session
 from deepstow.trainer.run.stowed_trainer import stowed
 from deepstow.trainer.verify.verify import _tokenizer, run_on
 from tests.helpers.marks import slowly
@@ -58,7 +59,7 @@ def config_of(base: Path, bits: str | None, lora: Mapping[str, Any] = LORA, **re
     return run_config(None, model=model, output_dir=base / "run", **given)
 
 
-def run_of(config: RunConfig, ranks: Ranks = ALONE) -> order.Run:
+def run_of(config: RunConfig, ranks: Ranks = ALONE) -> Session:
     ids = [[1 + (7 * row + place * place) % 100 for place in range(16)] for row in range(16)]
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     return run_on(Prepared(rows, None, "input_ids", Contents(fingerprint="rows")), config, ranks)
@@ -88,14 +89,14 @@ def by_itself(config: RunConfig, wrap: Callable[[type], type] = lambda base: bas
         optimizer = create_loraplus_optimizer(
             model, torch.optim.AdamW, lr=config.training.learning_rate, loraplus_lr_ratio=ratio, fused=True
         )
-    arguments, rows = order.make_arguments(run), run.prepared.train
+    arguments, rows = building.make_arguments(run), run.prepared.train
     return wrap(transformers.Trainer)(
         model, arguments, train_dataset=rows, data_collator=Collator(0, False), optimizers=(optimizer, None)
     )
 
 
 def ours(config: RunConfig) -> Any:
-    return order.make_trainer(run_of(config))
+    return building.make_trainer(run_of(config))
 
 
 def trained(trainer: Any, *resume: str) -> dict[str, torch.Tensor]:
@@ -234,7 +235,7 @@ def each_way(ranks: Ranks, base: Path) -> list[dict[str, torch.Tensor]]:
     """What the Trainer alone trains, what ours does, and ours without dropout."""
     found = [trained(by_itself(config_of(base, "nf4"), ranks=ranks))]
     for lora, strategies in ((LORA, {}), (LORA, {"offload": TRAVELS}), (UNDROPPED, {})):
-        found.append(trained(order.make_trainer(run_of(config_of(base, "nf4", lora, strategies=strategies), ranks))))
+        found.append(trained(building.make_trainer(run_of(config_of(base, "nf4", lora, strategies=strategies), ranks))))
     return found
 
 

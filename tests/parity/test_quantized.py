@@ -20,8 +20,8 @@ from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
 from deepstow.trainer.run import further
-from deepstow.trainer.run import run as runs
-from deepstow.trainer.run.order import read_data
+from deepstow.trainer.run import session as runs
+from deepstow.trainer.run.data import read_data
 from tests.e2e.commands import write_jsonl
 from tests.helpers.sides import unequal
 

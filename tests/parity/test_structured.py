@@ -22,7 +22,7 @@ from deepstow.trainer.model import structured
 from deepstow.trainer.model.structured import FAMILIES, cut, sizes_of, smaller
 from deepstow.trainer.planning.from_config import plan_of
 from deepstow.trainer.planning.streamed import plan_within
-from deepstow.trainer.run import run as runs
+from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.structured import chosen, scored
 from tests.e2e.commands import write_jsonl
 from tests.helpers.sides import unequal

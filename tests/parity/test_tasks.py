@@ -20,7 +20,7 @@ from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.run import checkpoint
-from deepstow.trainer.run.run import run
+from deepstow.trainer.run.session import run
 from tests.e2e.commands import metrics, write_jsonl
 from tests.helpers.marks import rarely
 from tests.helpers.releases import needs_embedding, needs_modules

@@ -22,7 +22,7 @@ from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
-from deepstow.trainer.run import order
+from deepstow.trainer.run import building
 from deepstow.trainer.run.export import export
 from deepstow.trainer.run.plan_check import count_saved
 from deepstow.trainer.verify.verify import compare, full_weights
@@ -133,7 +133,7 @@ def kept(ranks: Ranks, configs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         run = made_run(ranks, config, some=UNEVEN)
         if name == "auto":
             run.plan = of_little_memory(run)
-        trainer: Any = order.make_trainer(run)
+        trainer: Any = building.make_trainer(run)
         compute_loss, kept = trainer.compute_loss, []
 
         def counting(model: Any, *args: Any, compute_loss: Any = compute_loss, kept: Any = kept, **given: Any) -> Any:
@@ -180,7 +180,7 @@ def in_stages(ranks: Ranks, configs: Sequence[Any]) -> list[dict[str, Any]]:
         run = made_run(ranks, config, some=UNEVEN)
         if config.strategies["recompute"].policy == "auto":
             run.plan = of_little_memory(run)
-        found.append({**results(ranks, order.make_trainer(run)), "operators": operators_kept(run.plan)})
+        found.append({**results(ranks, building.make_trainer(run)), "operators": operators_kept(run.plan)})
         forget_run()
     return found
 

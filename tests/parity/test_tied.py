@@ -21,7 +21,7 @@ from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import parts, tying
 from deepstow.trainer.planning.facts import count_model
-from deepstow.trainer.run import run as runs
+from deepstow.trainer.run import session as runs
 from deepstow.trainer.verify.verify import compare, train
 from tests.e2e.commands import write_jsonl
 from tests.helpers.releases import needs_stage_3

@@ -96,10 +96,8 @@ def test_stored_for_the_same_run_on_the_same_device_only(tmp_path: Path) -> None
     for other in others:
         assert block_timing.read(tmp_path, other) is None
         same_model = other.units == facts.units and other.machine.name == facts.machine.name
-        assert (block_timing.measured_for_other_rows(tmp_path, other) is not None) is same_model, (
-            "said where they are lost"
-        )
-    assert block_timing.measured_for_other_rows(tmp_path, facts) is None
+        assert bool(block_timing.unused(tmp_path, other)) is same_model, "said where they are lost"
+    assert block_timing.unused(tmp_path, facts) == ""
     assert json.loads((tmp_path / block_timing.FILE).read_text())["units"]
     for broken in ("[]", "{}", '{"for": 1, "measured": {}}', "{"):
         (tmp_path / block_timing.FILE).write_text(broken)

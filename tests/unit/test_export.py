@@ -24,7 +24,7 @@ from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.execution.base import Execution
 from deepstow.trainer.model.build import build, load_config
 from deepstow.trainer.run import export as export_module
-from deepstow.trainer.run import run as runs
+from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.export import ExportError, export, model_card
 from deepstow.trainer.run.nonfinite import NonFinite
 from deepstow.trainer.run.trainer import Trainer
@@ -296,9 +296,9 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def train_and_export(ranks: Ranks, config: RunConfig) -> dict[str, float]:
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    from deepstow.trainer.run import order
+    from deepstow.trainer.run import building
 
-    trainer = order.make_trainer(random_run(config, ranks))
+    trainer = building.make_trainer(random_run(config, ranks))
     try:
         trainer.train()
         splits = is_deepspeed_zero3_enabled()

@@ -16,7 +16,7 @@ from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import metrics
 from deepstow.trainer.run.callbacks import eval_lines
-from deepstow.trainer.run.run import refuse_unbuildable
+from deepstow.trainer.run.checks import Before, check
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
 
@@ -147,7 +147,7 @@ def test_refused(name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.chdir(tmp_path)
     config = classification(compute_metrics=name)
     with pytest.raises(ConfigError) as caught:
-        refuse_unbuildable(config, Ranks())
+        check(Before.MEETING, config=config, ranks=Ranks())
         assert name.partition(":")[2] in functions
         metrics.beside({}, config)["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1)))
     assert len(caught.value.lines) == 1

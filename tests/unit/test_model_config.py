@@ -16,7 +16,7 @@ from deepstow.trainer.model import config_keys
 from deepstow.trainer.model.build import load_config
 from deepstow.trainer.model.shrink import shrink_model
 from deepstow.trainer.planning.facts import count_model
-from deepstow.trainer.run import run
+from deepstow.trainer.run.session import in_group
 from tests.helpers.tiny import MIXTRAL, run_config
 
 LLAMA = "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2, num_hidden_layers: 2"
@@ -110,7 +110,7 @@ def test_a_run_ends_before_data_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         f"model: {{tokenizer: none, config: {{{LLAMA}, num_layrs: 3}}}}\ndata: {{path: {tmp_path}/none.jsonl}}\n"
         f"training: {{output_dir: {tmp_path}/run, learning_rate: 1e-3, use_cpu: true}}\n"
     )
-    assert run._guarded(load(path), Ranks(), Stop()) == 2
+    assert in_group(load(path), Ranks(), Stop()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{path}:1: model.config.num_layrs = 3: ")
 

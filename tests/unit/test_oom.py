@@ -11,7 +11,7 @@ from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.engine.memory.arena import OutOfMemoryError
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
-from deepstow.trainer.run import run
+from deepstow.trainer.run import session
 from deepstow.trainer.run.oom import cures, explain, is_shortage
 from tests.helpers.fakes import block, choosing, facts
 from tests.helpers.tiny import run_config
@@ -69,9 +69,9 @@ def test_a_run_that_ends_for_want_of_memory_says_so(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(run.order, "prepare", lambda *_: SimpleNamespace(plan=plan_of(micro_batch=4)))
-    monkeypatch.setattr(run, "train", fails)
-    assert run._guarded(run_config(), Ranks(), Stop()) == code
+    monkeypatch.setattr(session, "prepare", lambda *_: SimpleNamespace(plan=plan_of(micro_batch=4)))
+    monkeypatch.setattr(session, "train", fails)
+    assert session.in_group(run_config(), Ranks(), Stop()) == code
     shown = capsys.readouterr().err
     assert ("out of memory: no more" in shown) is (code == 11)
     assert ("the most first:" in shown) is (code == 11)

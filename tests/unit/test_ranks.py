@@ -126,8 +126,8 @@ def write_threads(path: Path) -> None:
 
 
 def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) -> dict[str, int]:
-    """A run through ``_guarded`` of ``trainer/run/run.py``, on random tokens; what is written then is the test's."""
-    from deepstow.trainer.run import run as run_module
+    """A run through ``session.in_group``, on random tokens; what is written then is the test's."""
+    from deepstow.trainer.run import session
     from deepstow.trainer.verify.verify import random_run
 
     # Runs when the rank's function has returned, with its group closed, and before the interpreter ends.
@@ -140,10 +140,10 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
         if fails:
             raise RuntimeError("as a full disk would")
 
-    replaced: Any = run_module
-    replaced.finish = finish
-    replaced.order.prepare = lambda config, ranks, resumed: random_run(config, ranks)
-    seen["code"] = int(run_module._guarded(config, ranks, Stop()))
+    replaced: Any = session
+    replaced.results.finish = finish
+    replaced.prepare = lambda config, ranks, *_: random_run(config, ranks)
+    seen["code"] = int(session.in_group(config, ranks, Stop()))
     return seen
 
 

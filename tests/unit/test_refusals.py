@@ -12,9 +12,8 @@ from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import fit
 from deepstow.trainer.planning.from_config import check_options
-from deepstow.trainer.run import run
+from deepstow.trainer.run.session import in_group
 from tests.e2e.commands import write_jsonl
-from tests.helpers.tiny import LLAMA, run_config
 
 CONFIG = """\
 extends: base.yaml
@@ -65,7 +64,7 @@ def planned(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> 
 
 def trained(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     """The line that ``launch/train.py`` prints on its way out with exit code 2."""
-    assert run._guarded(load(path, overrides), Ranks(), Stop()) == 2
+    assert in_group(load(path, overrides), Ranks(), Stop()) == 2
     lines = capsys.readouterr().err.splitlines()
     table = next((index for index, line in enumerate(lines) if line.startswith("does it fit? ")), len(lines) + 1)
     return lines[table - 2]
@@ -154,12 +153,3 @@ def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.Captur
     (path.parent / "run").write_text("a file")
     line = trained(path, capsys)
     assert line.startswith(f'{path}:4: training.output_dir = "') and "is a file" in line
-
-
-def test_one_checkpoint_of_all_machines(tmp_path: Path) -> None:
-    config = run_config(LLAMA, use_cpu=True, save_on_each_node=True)
-    run.refuse_unbuildable(config, Ranks(world_size=2, local_world_size=2))
-    with pytest.raises(
-        ConfigError, match=r"training\.save_on_each_node = true: a checkpoint is one folder, into which"
-    ):
-        run.refuse_unbuildable(config, Ranks(world_size=2, local_world_size=1))

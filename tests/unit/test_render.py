@@ -12,7 +12,7 @@ from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.report.plan_table import rows, summary, table
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run.order import refuse_impossible
+from deepstow.trainer.planning.from_config import refuse_impossible
 from tests.helpers.fakes import CPU, block, embedding, facts, head
 
 

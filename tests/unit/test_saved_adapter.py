@@ -10,6 +10,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.config.saved_adapter import other_base
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
@@ -17,7 +18,6 @@ from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.model.build import load_config
 from deepstow.trainer.model.contents import stamps, weights
 from deepstow.trainer.planning.from_config import plan_of
-from deepstow.trainer.run.order import other_base
 from tests.helpers.tiny import LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

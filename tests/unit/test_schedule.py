@@ -7,7 +7,7 @@ import pytest
 
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run.run import refuse_unbuildable
+from deepstow.trainer.run.checks import Before, check
 from tests.helpers.tiny import LLAMA, run_config
 
 WRONG: dict[str, tuple[str | None, dict[str, Any] | None, str]] = {
@@ -27,7 +27,7 @@ def test_options_that_cannot_be_used(case: str, tmp_path: Path) -> None:
     kind, given, said = WRONG[case]
     config = run_config(LLAMA, output_dir=tmp_path, lr_scheduler_type=kind, lr_scheduler_kwargs=given)
     with pytest.raises(ConfigError, match=rf"^training\.lr_scheduler_kwargs.*{said}") as refused:
-        refuse_unbuildable(config, Ranks())
+        check(Before.MEETING, config=config, ranks=Ranks())
     assert len(refused.value.lines) == 1
 
 
@@ -39,4 +39,4 @@ def test_options_that_cannot_be_used(case: str, tmp_path: Path) -> None:
 def test_options_that_can(kind: str | None, given: dict[str, Any] | None, tmp_path: Path) -> None:
     more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "data": {"eval_fraction": 0.1}}
     options = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": given, **more}
-    refuse_unbuildable(run_config(LLAMA, output_dir=tmp_path, **options), Ranks())
+    check(Before.MEETING, config=run_config(LLAMA, output_dir=tmp_path, **options), ranks=Ranks())

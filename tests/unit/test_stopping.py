@@ -310,14 +310,14 @@ def test_a_peer_that_ends_while_the_ranks_meet(
 ) -> None:
     import torch.distributed
 
-    from deepstow.trainer.run import run
+    from deepstow.trainer.run import session
 
     @contextmanager
     def meeting(*args: object, **kwargs: object) -> Iterator[None]:
         raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes\nC++ CapturedTraceback:")
         yield
 
-    monkeypatch.setattr(run, "process_group", meeting)
-    assert run.run(run_config(LLAMA, output_dir=tmp_path), Ranks(1, 1, 2, 2), Stop()) == ExitCode.PEER_DIED
+    monkeypatch.setattr(session, "process_group", meeting)
+    assert session.run(run_config(LLAMA, output_dir=tmp_path), Ranks(1, 1, 2, 2), Stop()) == ExitCode.PEER_DIED
     said = "DistNetworkError: Failed to recv, got 0 bytes"
     assert capsys.readouterr().err == f"rank 1: another rank has ended while the ranks met: {said}\n"

@@ -15,9 +15,9 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError, ExitCode
-from deepstow.trainer.run import run as run_file
-from deepstow.trainer.run import trackers, upload
-from deepstow.trainer.run.run import refuse_unbuildable, run
+from deepstow.trainer.run import failures, trackers, upload
+from deepstow.trainer.run.checks import Before, check
+from deepstow.trainer.run.session import run
 from deepstow.trainer.run.trainer import _reads_saves
 from tests.e2e.commands import metrics, write_config
 from tests.helpers.tiny import LLAMA, run_config
@@ -176,7 +176,7 @@ def test_trackers_that_cannot_work(report_to: Any, variable: str, said: str, mon
         trackers.refuse(config)
         monkeypatch.setenv(*variable.split("="))
     with pytest.raises(ConfigError) as caught:
-        refuse_unbuildable(config, Ranks())
+        check(Before.MEETING, config=config, ranks=Ranks())
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
 
 
@@ -267,6 +267,6 @@ def test_curves_wait_for_a_disk_that_fails(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_full_disk_before_training_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     error = OSError(28, "No space left on device", "/cache/rows")
-    assert run_file._failed(run_config(), [], Stop(), None, error) == ExitCode.DISK
+    assert failures.ended(error, run_config(), None, Ranks(), Stop(), None) == ExitCode.DISK
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "/cache/rows is full; make room, and start again"

@@ -1,6 +1,6 @@
 """The loop on real processes: what evaluation means, what a step is made of, and who may touch model and gradients.
 
-Everything here goes through ``deepstow.trainer.run.order.make_trainer`` on rows made by hand.
+Everything here goes through ``deepstow.trainer.run.building.make_trainer`` on rows made by hand.
 """
 
 from collections.abc import Mapping, Sequence

@@ -17,8 +17,7 @@ from deepstow.strategies.parallel.deepspeed import clips_itself, ds_config
 from deepstow.strategies.planner.zero_bytes import MAX_BUCKET
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run.order import refuse_under_zero
-from deepstow.trainer.run.run import refuse_unbuildable
+from deepstow.trainer.run.checks import Before, check, refuse_min_lr
 from deepstow.trainer.verify.verify import real_plan, verify
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
@@ -155,7 +154,7 @@ def test_stage_3_is_refused_where_transformers_builds_another_model(
         monkeypatch.setattr(protocol, "version", lambda package, release=release: release)
         find("zero").model_validate({"stage": stage}).check_installed()
     config = run_config(LLAMA, output_dir=tmp_path, stage=3, max_steps=1)
-    for begin in (lambda: refuse_unbuildable(config, Ranks()), lambda: real_plan(config, 1)):
+    for begin in (lambda: check(Before.MEETING, config=config, ranks=Ranks()), lambda: real_plan(config, 1)):
         with pytest.raises(ConfigError, match=r"stage = 3: under it Transformers .* install 5\.23, or write stage 2$"):
             begin()
 
@@ -164,6 +163,6 @@ def test_a_rate_that_deepspeeds_optimizer_does_not_know_is_refused(tmp_path: Pat
     scheduler = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
     config = run_config(LLAMA, output_dir=tmp_path, learning_rate=1e-3, **scheduler)
     for stage in (None, 0):
-        refuse_under_zero(config, stage)
+        refuse_min_lr(config, stage)
     with pytest.raises(ConfigError, match=r"^training.lr_scheduler_kwargs.min_lr = 0.0001: not with .*zero.stage 2"):
-        refuse_under_zero(config, 2)
+        refuse_min_lr(config, 2)

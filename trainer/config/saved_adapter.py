@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepstow.trainer.config.sections import LoraSection
+from deepstow.trainer.config.sections import LoraSection, RunConfig
 from deepstow.trainer.config.yaml_file import Fault
 from deepstow.trainer.errors import nearest_file
 
@@ -56,6 +56,16 @@ def base_of(folder: str) -> str | None:
     """The base that a saved adapter names."""
     saved = _read(Path(folder))
     return None if isinstance(saved, str) else saved.get("base_model_name_or_path")
+
+
+def other_base(config: RunConfig) -> str:
+    """A line if the adapter that training goes on with names another base; empty if not. Its weights fit both."""
+    section = config.model
+    base = base_of(section.adapter) if section.adapter is not None else None
+    if base is None or section.name_or_path is None or Path(base).resolve() == Path(section.name_or_path).resolve():
+        return ""
+    what = f"the adapter was trained on {base}, and model.name_or_path is {section.name_or_path}"
+    return f"model.adapter: {what}: on other weights it means nothing"
 
 
 def _read(folder: Path) -> dict[str, Any] | str:

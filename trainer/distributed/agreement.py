@@ -117,3 +117,14 @@ def agreement(ranks: Ranks, timeout_s: int) -> Iterator[Agreement]:
     finally:
         group, made._group = made._group, None
         dist.destroy_process_group(group)
+
+
+def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run ``work`` on the first rank of each machine, then on the others, which find its files.
+
+    The others wait for a week, since tokenising can take hours. An error on any machine is raised on every rank.
+    """
+    made: list[T] = []
+    with agreement(ranks, WEEK_S) as together:
+        together.by_some(ranks.is_first_local, lambda: made.append(work()))
+    return made[0] if made else work()

@@ -8,8 +8,8 @@ The cause stays: a rank that ends because of another (13, 15) writes where nothi
 all of them (0, 10, 130) replaces such a code as well, and every other code replaces whatever is there.
 
 Invariant. 0 is written once all that the config asks for is there (exports, the upload), and all ranks have met after
-that (``trainer/run/run.py``). A process that dies later, while it closes its groups, changes nothing of it: then the
-launcher reports a failure, and the file says what is so.
+that (``trainer/run/session.py``). A process that dies later, while it closes its groups, changes nothing of it: then
+the launcher reports a failure, and the file says what is so.
 
 What is there when a run ends before it has the lock is an earlier run's: the first rank replaces it, whatever it says.
 

@@ -19,8 +19,8 @@ NAMES = (
     "deepstow.strategies.parallel.deepspeed_state", "deepstow.strategies.engine.forward.routed_linear",
     "deepstow.trainer.data.collate", "deepstow.trainer.data.prepare", "deepstow.trainer.data.sample",
     "deepstow.trainer.data.tokenizer", "deepstow.trainer.run.export", "deepstow.trainer.run.oom",
-    "deepstow.trainer.run.order", "deepstow.trainer.run.plan_check", "deepstow.trainer.run.run",
-    "deepstow.trainer.run.trainer", "deepstow.trainer.verify.verify",
+    "deepstow.trainer.run.plan_check", "deepstow.trainer.run.session", "deepstow.trainer.run.trainer",
+    "deepstow.trainer.verify.verify",
 )  # fmt: skip
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as launch/cli.py does

@@ -159,19 +159,20 @@ def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | Non
         return None
 
 
-def measured_for_other_rows(folder: Path, facts: Facts) -> int | None:
-    """The tokens of the rows for which ``folder`` has measured times that are not valid for ``facts``, of the same
-    model on the same device. None: it has none such.
+def unused(folder: Path, facts: Facts) -> str:
+    """A line about measured times in ``folder`` that are of other rows than those of ``facts``, of the same model on
+    the same device; empty if it has none such.
     """
     try:
         content = json.loads((folder / FILE).read_text())
         there, here = content["for"], key_of(facts)
         alike = [unit[:3] for unit in there["units"]] == [unit[:3] for unit in here["units"]]
         if content["measured"] is None or there == here or not alike or there["device"] != here["device"]:
-            return None
-        return int(there["tokens"])
+            return ""
+        which = f"{int(there['tokens'])} tokens where this run has {facts.run.sequence}, or of another mask or batch"
+        return f"block times in {folder / FILE} are of rows of {which}: they are not used"
     except (OSError, ValueError, TypeError, KeyError):
-        return None
+        return ""
 
 
 def lines(facts: Facts, found: UnitTimes) -> Iterator[str]:

@@ -4,6 +4,7 @@ compilers that are missing, unusable run folders.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,20 +18,23 @@ from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.plan import Conflict, Plan, Tier
 from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Requirement
 from deepstow.strategies.core.sizes import SHARE, human
+from deepstow.strategies.parallel import deepspeed
 from deepstow.strategies.parallel.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.planner.hybrid.chunks import divisors
-from deepstow.strategies.report import short_plan
+from deepstow.strategies.planner.step_cost import plan_cost
+from deepstow.strategies.report import full_report, short_plan
 from deepstow.trainer.config.conflicts import of_task
 from deepstow.trainer.config.sections import flat
 from deepstow.trainer.config.yaml_file import dotted
-from deepstow.trainer.errors import ConfigError, TooLargeError
+from deepstow.trainer.errors import ConfigError, TooLargeError, warning, write_line
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import peak_flops
+from deepstow.trainer.machine.profiles import known_rates
 from deepstow.trainer.model import attention, build
 from deepstow.trainer.model.shrink import PER_LAYER
 from deepstow.trainer.model.structured import config_of
-from deepstow.trainer.planning import facts
+from deepstow.trainer.planning import facts, positions
 from deepstow.trainer.tasks.task import TASKS, only_language
 
 if TYPE_CHECKING:
@@ -141,6 +145,34 @@ def short(config: RunConfig, plans: Sequence[Plan], edits: Sequence[str], notes:
     lacks = ", ".join(f"the {tier.value} {human(size)}" for tier, size in beyond.items())
     cure = "deepstow fit --config FILE shows what fits"
     return Short(said, f"by the plan memory is short of what is safe: {lacks}; {cure}" if lacks else "")
+
+
+def show_plan(
+    config: RunConfig, machine: Machine, plans: Sequence[Plan], plan: Plan, longest: int, before: Sequence[str]
+) -> dict[str, str]:
+    """Print the short plan. Returns files by name: the whole plan as text and as JSON, the config, and DeepSpeed's.
+
+    Args:
+        plans: of all stages, of which ``plan`` is this rank's.
+        longest: tokens of the longest row.
+        before: lines above the plan.
+    """
+    cost, edits = plan_cost(plan), advice(config, plan)
+    remarks = [known_rates(machine).ignored, attention.trained_otherwise(config.model, config_of(config))]
+    if longest > (known := plan.facts.run.positions):  # some row may be so long
+        remarks += positions.beyond(config, known)
+    place = Path(config.training.output_dir) / "plan.txt"
+    found = short(config, plans, edits, before, more=f"{place}, or deepstow plan --full")
+    for line in [*filter(None, remarks), "\n".join(["", *found.lines, ""])]:
+        write_line(line)
+    if found.lacks:
+        write_line(warning(found.lacks))
+    return {
+        "config.yaml": config.dump(),
+        "plan.json": json.dumps(full_report.to_json(plan, cost), indent=1),
+        "plan.txt": full_report.text(plan, cost, edits, plans, before) + "\n",
+        "ds_config.json": json.dumps(deepspeed.ds_config(plan), indent=1),
+    }
 
 
 def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:

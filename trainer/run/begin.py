@@ -14,35 +14,35 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from deepstow.strategies.state.commit import replace_file
+from deepstow.trainer.errors import DiskFails
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.run import checkpoint, earlier, inputs
-from deepstow.trainer.run.earlier import CannotBegin
 
 if TYPE_CHECKING:
     from deepstow.trainer.distributed.agreement import Agreement
-    from deepstow.trainer.run.order import Run
+    from deepstow.trainer.run.session import Session
 
 
 class Begin(TrainerCallback):
     """The first callback: Hugging Face calls it when nothing is left that could refuse the run."""
 
-    def __init__(self, run: Run, together: Agreement) -> None:
-        self._run, self._together = run, together
+    def __init__(self, session: Session, together: Agreement) -> None:
+        self._session, self._together = session, together
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for line in self._together.on_first(self._run.ranks.rank, self._write):
-            self._run.say(line)
+        for line in self._together.on_first(self._session.ranks.rank, self._write):
+            self._session.say(line)
 
     def _write(self) -> list[str]:
-        run = self._run
+        session = self._session
         try:
-            inputs.refuse_exchanged(run.config, run.resumed, run.weights)
-            checkpoint.clear(run.folder)
-            lines = list(earlier.set_aside(run.config, run.resumed.found if run.resumed else None))
-            for name, content in (run.files or {}).items():
-                done = "\n".join(["", "done:", *run.applied, ""]) if name == "plan.txt" and run.applied else ""
-                replace_file(run.folder / name, content + done)
-            block_timing.store(run.folder, run.plan.facts)
+            inputs.refuse_exchanged(session.config, session.resumed, session.weights)
+            checkpoint.clear(session.folder)
+            lines = list(earlier.set_aside(session.config, session.resumed.found if session.resumed else None))
+            for name, content in (session.files or {}).items():
+                done = "\n".join(["", "done:", *session.applied, ""]) if name == "plan.txt" and session.applied else ""
+                replace_file(session.folder / name, content + done)
+            block_timing.store(session.folder, session.plan.facts)
         except OSError as error:
-            raise CannotBegin(f"{run.folder}: the run cannot begin, nothing was trained: {error}") from None
+            raise DiskFails(f"{session.folder}: the run cannot begin, nothing was trained: {error}") from None
         return lines

@@ -27,12 +27,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import TemplateError
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from deepstow.strategies.core.sizes import human, human_duration, human_number
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.distributed.ranks import limit_groups
-from deepstow.trainer.errors import ConfigError, first_line, nearest, warning, write_line
+from deepstow.trainer.distributed.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
+from deepstow.trainer.errors import ConfigError, DiskFails, first_line, nearest, warning, write_line
 from deepstow.trainer.machine.probe import status_bytes
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.run.appended import Appended
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.distributed.agreement import Agreement
     from deepstow.trainer.distributed.watchdog import Watchdog
+    from deepstow.trainer.run.trainer import Trainer
 
 SAID = (
     "perplexity",
@@ -134,6 +138,50 @@ class Meter(TrainerCallback):
 
     on_epoch_end = on_step_end
     on_evaluate = on_save
+
+
+class SaveAndStop(TrainerCallback):
+    """Asks for a save when a rank was asked to stop, and ends the run after it.
+
+    A signal reaches one rank, or several at different moments, and a rank that saved on its own would wait for the
+    others in the collectives of saving. So the ranks agree at the end of every step, and after what takes long.
+
+    Invariant. ``Stopped`` is raised on all ranks or on none, after every rank has left the save. The checkpoint is an
+    ordinary one, so the resumed run ends with the bits of one that nobody stopped. An evaluation that is due is made
+    before.
+    """
+
+    def __init__(self, stop: Stop, trainer: Trainer, together: Agreement) -> None:
+        self._stop, self._trainer, self._together = stop, trainer, together
+        self._agreed = False  # to save and to end
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._stop.phase, self._stop.ended.step = Phase.TRAINING, state.global_step
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._stop.ended.step = state.global_step
+        self._agreed = self._agreed or self._together.any(self._stop.is_asked)
+        if self._agreed:
+            control.should_save = True
+            if args.save_strategy == SaveStrategy.BEST:  # else an evaluation that is not the best would cancel the save
+                args.save_strategy = SaveStrategy.STEPS
+
+    on_evaluate = on_step_end
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # Also what makes every rank wait for the first one, which is the last to leave a save.
+        self._agreed = self._together.any(self._stop.is_asked or self._agreed)
+        if not self._agreed:
+            return
+        reasons, step = self._together.gathered(self._stop.reason), state.global_step
+        asked = [rank for rank, reason in enumerate(reasons) if reason is not None]
+        rank = next((each for each in asked if reasons[each] == KEYBOARD), asked[0])
+        why = f"{reasons[rank]}{f' on rank {rank}' if len(set(reasons)) > 1 else ''}"
+        self._trainer.settle()
+        if self._trainer.newest != f"checkpoint-{step}":
+            raise DiskFails(f"{why}: ended at step {step}, which could not be saved")
+        line = f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"
+        raise Stopped(line, code_of(reasons[rank]))
 
 
 class Watched(TrainerCallback):

@@ -18,6 +18,7 @@ from datasets import config as datasets_config
 from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
+from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.run.checkpoint import complete
 
 if TYPE_CHECKING:
@@ -115,6 +116,12 @@ def line(error: OSError, config: RunConfig, *, doing: str = "", lost: str = "") 
     else:
         said, cure = f"{place}: {error.strerror}", "look at the disk"
     return f"{doing}{said}; {lost}{cure}, and {_again(folder)}"
+
+
+def explained(error: Exception, config: RunConfig) -> tuple[ExitCode, str] | None:
+    """The exit code and the line for an error of a disk, or of a file of the run; None if it is something else."""
+    fails = found(error, *folders_of(config))
+    return (ExitCode.DISK, line(fails, config)) if fails else None
 
 
 def _again(folder: Path) -> str:

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.state.commit import remove, replace_file, sync
 from deepstow.strategies.state.sealed import MANIFEST, Damaged, read, size_and_hash
-from deepstow.trainer.errors import ExitCode, UserError
 from deepstow.trainer.run import checkpoint, finished
 from deepstow.trainer.run.checkpoint import DELETED, TRAINER_STATE, Found
 from deepstow.trainer.run.history import records
@@ -41,12 +40,6 @@ SETTINGS = ("config.yaml", "plan.json", "plan.txt", "ds_config.json", "facts.jso
 PICTURES = ("runs", "profile")  # TensorBoard's, in Hugging Face's default folder, and the profiler's
 DRAFT, MOVING = "earlier.writing", "moving.json"
 FURTHER = "further export"  # in the manifests of what was made of an export
-
-
-class CannotBegin(UserError):
-    """The folder of the run cannot be read or written."""
-
-    code = ExitCode.DISK
 
 
 def set_aside(config: RunConfig, found: Found | None) -> Iterator[str]:

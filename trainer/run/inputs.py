@@ -17,6 +17,7 @@ step, the files that they were before all of that: one that was exchanged in bet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,9 +88,9 @@ def files_now(config: RunConfig, resumed: Resumed | None) -> list[list[int]]:
     return contents.stamps(section, build.load_config(section))
 
 
-def refuse_exchanged(config: RunConfig, resumed: Resumed | None, before: list[list[int]]) -> None:
+def refuse_exchanged(config: RunConfig, resumed: Resumed | None, before: Sequence[list[int]]) -> None:
     """Raise ConfigError if a file of weights is not what it was ``before`` it was loaded. May raise OSError."""
-    if files_now(config, resumed) != before:
+    if files_now(config, resumed) != [*before]:
         what = "its weights have changed while they were read; start again when nobody writes to them"
         raise config.error(PLACE, config.model.name_or_path, what)
 

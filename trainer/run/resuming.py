@@ -30,7 +30,7 @@ from deepstow.trainer.config.arguments import TrainingSection
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.data.prepare import Contents
 from deepstow.trainer.distributed.agreement import DAY_S, agreement
-from deepstow.trainer.errors import ConfigError, write_line
+from deepstow.trainer.errors import ConfigError, DiskFails, write_line
 from deepstow.trainer.run import checkpoint, earlier, resume_rules
 from deepstow.trainer.run.checkpoint import Found
 from deepstow.trainer.run.resume_rules import Changes
@@ -169,7 +169,7 @@ def _look(config: RunConfig) -> tuple[Found | None, list[str]]:
         what = (
             f"{folder}: what an earlier run was moving when it ended cannot be put away, nothing was trained: {error}"
         )
-        raise earlier.CannotBegin(what) from None
+        raise DiskFails(what) from None
     return checkpoint.to_resume(config)
 
 

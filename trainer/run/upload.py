@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.state.sealed import MANIFEST, File, read, signed, size_and_hash
-from deepstow.trainer.errors import UserError, first_line
+from deepstow.trainer.errors import UserError, first_line, write_line
 from deepstow.trainer.model import hub
 from deepstow.trainer.model.hub import unreachable
 from deepstow.trainer.run import finished
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 
 TOKENS = re.compile(r"tokens?$|tokens_decoder$")  # keys whose values are words of a tokenizer
-
-
-class NotUploaded(UserError):
-    """The export is whole, and the hub has not taken it."""
 
 
 def refuse(config: RunConfig) -> None:
@@ -76,12 +72,12 @@ def repository(config: RunConfig) -> str | None:
         raise config.error("training.hub_model_id", _name(config), what) from None
 
 
-def upload(config: RunConfig) -> str | None:
-    """Upload the export; files that are there already are not sent again. Returns a line, or raises NotUploaded."""
+def upload(config: RunConfig) -> None:
+    """Upload the export; files that are there already are not sent again. Raise UserError if it is not taken."""
     from huggingface_hub import HfApi
 
     if (name := repository(config)) is None:
-        return None
+        return
     folder = _folder(config)
     try:
         with without_places(folder) as (sent, others):
@@ -93,9 +89,9 @@ def upload(config: RunConfig) -> str | None:
             )
     except Exception as error:
         line = f"{folder} is whole, and was not uploaded to {name}: {first_line(error)}"
-        raise NotUploaded(f"{line}; start the run again, or: {_command(config)}") from None
+        raise UserError(f"{line}; start the run again, or: {_command(config)}") from None
     more = f"; without the folders in {', '.join(others)}, of which names were sent alone" if others else ""
-    return f"uploaded:   {folder}, as {name}{more}"
+    write_line(f"uploaded:   {folder}, as {name}{more}")
 
 
 @contextmanager

@@ -14,7 +14,8 @@ anything heavy; one that writes into a checkpoint, which is sealed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.registry import Raised, Unusable, checked, class_of, code_of, guarded
+from deepstow.trainer.run import checkpoint
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -96,6 +98,22 @@ class UserCallbacks:
             return result
 
         return call
+
+
+@contextmanager
+def keeping(folder: Path, *, alone: bool) -> Iterator[None]:
+    """Inside, a callback of the config that raises is told with the checkpoint that stands in ``folder``. ``alone``: no
+    other rank may still be sealing one.
+    """
+    try:
+        yield
+    except Raised as error:
+        kept = "training.resume_from_checkpoint=auto goes on from the last checkpoint"
+        if alone:
+            found = checkpoint.complete(folder) if folder.is_dir() else []
+            kept = f"{found[-1].path} is the last checkpoint" if found else "there is no checkpoint yet"
+        error.rewrite(lambda line: f"{KEY} = {line}; {kept}")
+        raise
 
 
 class Restored(TrainerCallback):

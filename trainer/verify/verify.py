@@ -46,8 +46,9 @@ from deepstow.trainer.model.shrink import LAYERS, LENGTH, MOVING_LAYERS, VOCAB, 
 from deepstow.trainer.planning import facts
 from deepstow.trainer.planning.fit import explained
 from deepstow.trainer.planning.from_config import check_options, narrowed, plan_of
-from deepstow.trainer.run import order
-from deepstow.trainer.run.stage_trial import form_of_stages
+from deepstow.trainer.run import building
+from deepstow.trainer.run.session import Session
+from deepstow.trainer.run.user_callbacks import UserCallbacks
 from deepstow.trainer.tasks.task import only_language
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def train(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     if accelerator.kind() is not None:
         repeat_sums()
     run = random_run(config, ranks)
-    trainer = order.make_trainer(run)
+    trainer = building.make_trainer(run)
     try:
         trainer.train()
         report = _engine_report(trainer, run.plan) if trainer.stowed is not None else {}  # a collective if it is shared
@@ -164,7 +165,7 @@ def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         return {"lines": list(error.lines), "code": int(error.code)}
 
 
-def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
+def random_run(config: RunConfig, ranks: Ranks) -> Session:
     """A prepared run whose data are random tokens, the same on every rank."""
     rows = load_config(config.model).get_text_config().vocab_size  # may be smaller than VOCAB
     generator = torch.Generator().manual_seed(0)
@@ -178,12 +179,11 @@ def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
     )
 
 
-def run_on(prepared: Prepared, config: RunConfig, ranks: Ranks) -> order.Run:
+def run_on(prepared: Prepared, config: RunConfig, ranks: Ranks) -> Session:
     """A run on rows that are tokenised already."""
     machine = probe()
     plan = plan_of(config, ranks, machine)
-    folder, form = Path(config.training.output_dir), form_of_stages(config)
-    return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form)
+    return Session(config, ranks, _tokenizer(), prepared, machine, plan, UserCallbacks(config))
 
 
 def _tokenizer() -> Any:

@@ -1,0 +1,293 @@
+"""The trainer of a run: Hugging Face's arguments, then the model, then the Trainer with its callbacks.
+
+Arguments come before weights because Hugging Face must know of ZeRO stage 3, or each rank would build the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from deepstow.strategies.core.compose import degrees
+from deepstow.strategies.core.protocol import Axis
+from deepstow.strategies.engine import StowOptimizer
+from deepstow.strategies.parallel import deepspeed, stages
+from deepstow.strategies.parallel.stages import Stage
+from deepstow.strategies.parallel.tensor_shards import whole_shape
+from deepstow.strategies.planner.step_cost import step_flops
+from deepstow.strategies.state.sealed import digest_of
+from deepstow.trainer.data import endings
+from deepstow.trainer.distributed.agreement import WEEK_S, agreement
+from deepstow.trainer.distributed.ranks import name_device
+from deepstow.trainer.errors import ConfigError, warning, write_line
+from deepstow.trainer.model import build, contents, mapped, parts, student, tying
+from deepstow.trainer.model.adapters import loraplus
+from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.planning import facts
+from deepstow.trainer.registry import codes
+from deepstow.trainer.run import changes, checkpoint, inputs, metrics, resuming, trackers
+from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, sample_prompt
+from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
+from deepstow.trainer.run.plan_check import PlanCheck
+from deepstow.trainer.run.profile import Profile
+from deepstow.trainer.run.pruning import Pruning
+from deepstow.trainer.run.stage_trial import form_of_stages
+from deepstow.trainer.run.task_trainer import adapters_follow, class_for, left_out, options
+from deepstow.trainer.run.trainer import Trainer
+from deepstow.trainer.tasks.task import loaded
+
+if TYPE_CHECKING:
+    from deepstow.trainer.run.session import Session
+
+
+class Built(NamedTuple):
+    """The model: whole, as this rank's ``stage`` of a pipeline, or without values, which ``pour`` gives it later."""
+
+    model: PreTrainedModel
+    stage: Stage | None = None
+    pour: Callable[[StowOptimizer], None] | None = None
+
+
+def make_arguments(session: Session) -> TrainingArguments:
+    """Hugging Face's arguments: the user's, and those that DeepStow decides."""
+    given: dict[str, Any] = dict(session.config.training.arguments())
+    if session.prepared.eval is None:
+        given["eval_strategy"] = "no"
+    if session.evaluating is not None:
+        given["per_device_eval_batch_size"] = session.evaluating.rows
+    if deepspeed.clips_itself(session.plan):
+        given["max_grad_norm"] = 0.0
+    if session.plan.layout is not None:
+        given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
+    given.setdefault("use_cpu", session.machine.device_kind == "cpu")
+    given.setdefault("dataloader_pin_memory", session.machine.device_kind != "cpu")
+    name_device(session.ranks, session.machine.device_kind, on_cpu=given["use_cpu"])
+    task = session.config.chosen_task
+    arguments: TrainingArguments = loaded(task.arguments)(
+        **task.complete(given, session.config),
+        deepspeed=deepspeed.ds_config(session.plan) or None,
+        logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
+        # Batches are copied beside compute. Each rank reads a stream: one that sent batches could send one length only.
+        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"]), "dispatch_batches": False},
+        disable_tqdm=True,
+        label_names=["labels"],
+    )
+    kind = session.machine.device_kind
+    if arguments.device.type != kind and not given["use_cpu"]:
+        what = f"the plan is for {kind}, and Accelerate trains on {arguments.device}"
+        raise ConfigError(f"{what}: training.use_cpu: true trains on the CPU")
+    if arguments.world_size != session.ranks.world_size:
+        raise ConfigError(f"Accelerate knows no ranks on {kind}: train in one process, or on the CPU")
+    return arguments
+
+
+def make_model(session: Session) -> Built:
+    """Build the model on the CPU, or split over the ranks where the plan splits parameters; of a pipeline the stage."""
+    config, plan, source = session.config, session.plan, session.source or session.config
+    section, seed, task = source.model, config.training.seed, config.chosen_task
+    hf_config = config_of(source)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if section.config is not None and name not in section.config:
+            setattr(hf_config, name, getattr(session.tokenizer, name))
+    in_spans, sliced = changes.loads_spans(config, plan), changes.loads_slices(source, plan)
+    split, apart = deepspeed.stage(plan) == 3, plan.facts.run.apart > 0
+    form, untied = form_of_stages(config), plan.facts.run.untied
+    make = partial(build.build, sliced or section, hf_config, seed=seed, partitioned=split, task=task, untied=untied)
+    weights = make(on_meta=form is not None or in_spans or apart or sliced is not None)
+    tying.check(weights, section.name_or_path, untied)
+    task.name_tokens(weights, session.tokenizer)
+    if adapters_follow(config):
+        return Built(weights)
+
+    def fill(names: Collection[str]) -> None:
+        shards = changes.shards(weights, config, session.ranks.rank)
+        if sliced is None and (line := parts.fill(weights, names, section.name_or_path, seed, make, shards=shards)):
+            session.say(line)
+        changes.to_compute(weights, plan)
+
+    def give_away(give: parts.Give) -> PreTrainedModel:
+        twin = make(on_meta=True)
+        if line := parts.fill(twin, (), section.name_or_path, seed, make, give):
+            write_line(line)
+        return twin
+
+    if sliced is not None:
+        first, writes = session.ranks.rank - session.ranks.local_rank, session.ranks.is_first_local
+        with agreement(session.ranks, WEEK_S) as together:
+            mapped.load(weights, give_away, session.folder / f"weights-{first}.part", together, writes=writes)
+        weights = changes.adapted(weights, section, seed)
+    if apart:
+        fill(dict(weights.named_parameters(remove_duplicate=False)))
+    stage, pour = None, None
+    if form is None:
+        changes.to_compute(weights, plan)
+        if in_spans:
+            parts.hollow(weights)
+            pour = partial(parts.pour, weights, make, section.name_or_path, seed, say=session.say)
+    else:
+        known = plan.facts
+        assert known.cut is not None
+        form = replace(form, width=known.run.hidden_size)
+        try:
+            stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form, fill)
+        except stages.CannotCut as error:
+            line = f"strategies.pipeline: {error}"
+            raise ConfigError(config.located("strategies.pipeline", line)) from None
+    changes.apply_strategies(weights, config, plan)
+    if session.lesson is not None:
+        student.learn(weights, config, session.lesson.how)
+    return Built(weights, stage, pour)
+
+
+def make_trainer(session: Session) -> Trainer:
+    """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
+    config = session.config
+    arguments = make_arguments(session)
+    meter = make_meter(session, arguments.device)
+    task = config.chosen_task
+    prompt = sample_prompt(session.tokenizer, session.prepared.eval or session.prepared.train) if task.language else ""
+    file, training = MetricsFile(session.folder / "metrics.jsonl"), config.training
+    # Stages cannot generate, and ranks that divide experts would end at different tokens.
+    generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(config.strategies).keys()
+    chats = endings.holds_chats(session.prepared)
+    sample = [SampleText(prompt, training.sample_prompts or (), file, chats=chats)] if generates else []
+    patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
+    plan_check = _plan_check(session)
+    ratio = config.model.lr_ratio
+    built = make_model(session)
+    model: Any = built.model
+    if config.model.quantization_config is not None and session.plan.layout is None:
+        model.to(arguments.device)  # Hugging Face leaves quantised models where they are
+    trainer: Trainer = class_for(task)(
+        model=model,
+        args=arguments,
+        train_dataset=session.prepared.train,
+        eval_dataset=session.prepared.eval,
+        processing_class=session.tokenizer,
+        **metrics.beside(options(config, model, session.tokenizer), config),
+        meter=meter,
+        plan=session.plan,
+        stage=built.stage,
+        pour=built.pour,
+        plan_check=plan_check,
+        describe=partial(describe, session, built.stage),
+        make_optimizer=partial(loraplus, ratio=ratio) if ratio is not None else None,
+        scores_alone=task.language and session.lesson is None,
+        callbacks=[
+            ProgressLine(whole=training.compute_metrics is not None),
+            file,
+            *sample,
+            *([EarlyStopping(patience, threshold)] if patience is not None else []),
+            *([plan_check] if plan_check else []),
+            resuming.TakenOver(resuming.other(session.resumed, config)),
+            *session.user_callbacks.made(),
+            meter,
+        ],
+    )
+    if not task.language:
+        if line := left_out(config, len(session.prepared.train), trainer):
+            session.say(line)
+        left = trainer.about.data.model_copy(update={"rows": len(trainer.train_dataset)})  # type: ignore[arg-type]
+        trainer.about = trainer.about.model_copy(update={"data": left})  # TRL may have dropped some
+    if config.prune is not None and session.smaller is None:
+        trainer.add_callback(Pruning(trainer, config))
+    trainer.remove_callback(PrinterCallback)  # our line says more
+    trackers.take_over(trainer)
+    if training.profile is not None:
+        model_name = config.model.name_or_path or type(model).__name__
+        trainer.add_callback(Profile(trainer, session.plan, training.profile.steps, session.folder, model_name))
+    trainer.say_memory = session.applied.append
+    return trainer
+
+
+def _plan_check(session: Session) -> PlanCheck | None:
+    """What compares the plan with what the run takes, on the rank that writes files."""
+    if session.files is None:
+        return None
+    training = session.config.training
+    # Nothing can be counted in a process where Liger's kernels are applied.
+    without_mask = dict if training.use_liger_kernel else partial(facts.saved_without_mask, session.config)
+    return PlanCheck(
+        session.plan,
+        session.folder,
+        session.files.get("plan.json", ""),
+        recomputes=training.recomputes,
+        without_mask=without_mask,
+        evaluating=session.evaluating.peak if session.evaluating else 0,
+    )
+
+
+def make_meter(session: Session, device: torch.device) -> Meter:
+    """The meter of tokens and time over all ranks, with MFU if the device's peak is known."""
+    known = session.plan.facts.run
+    peak = session.machine.peak_flops.get(known.precision.value)
+
+    def sum_over_ranks(number: int) -> int:
+        total = torch.tensor(number, dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(total)
+        return int(total.item()) * known.replicas // known.world_size  # ranks of one copy have counted the same
+
+    part = known.forward_flops / known.model_flops if known.model_flops else 1.0  # of the model on this rank
+    return Meter(
+        flops_per_token=step_flops(session.plan.facts) / part / (known.micro_batch * known.sequence),
+        peak_flops=peak and peak * known.world_size,
+        sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
+    )
+
+
+def describe(session: Session, stage: Stage | None, model: PreTrainedModel) -> About:
+    """``about`` the model as the Trainer has it; adapters that it has added are part of the plan."""
+    if adapters_follow(session.config):
+        changes.to_compute(model, session.plan)
+        changes.apply_strategies(model, session.config, session.plan)
+    return about(session, stage, model)
+
+
+def about(session: Session, stage: Stage | None, model: PreTrainedModel) -> About:
+    """What every checkpoint of the run says about it; ``stage``: this rank's, of a pipeline. Raise ConfigError if the
+    run resumes one with other parameters.
+    """
+    named = (stage.whole if stage else model).named_parameters()
+    shapes = digest_of({name: list(whole_shape(each)) for name, each in named})
+    if session.resumed is not None:
+        session.resumed.compare_shapes(shapes)
+    code = code_of(session)
+    former = session.resumed.found.manifest.run.code if session.resumed else {}
+    for name in (name for name, own in code.items() if former.get(name, own) != own):
+        session.say(warning(f"{name} is other code than the checkpoint's: the result may be another run's"))
+    as_loaded = config_of(session.config)  # the run may change its copy
+    tree, data = json.loads(json.dumps(session.config.tree()), parse_constant=str), session.prepared
+    rows = None if session.config.data.streaming else len(data.train)  # type: ignore[arg-type]
+    weights, brought = (
+        inputs.recorded(session.config, session.ranks, session.resumed),
+        contents.code(session.config.model, as_loaded),
+    )
+    return About(
+        config=tree,
+        arguments=resuming.resolved(session.config, tree["training"]),
+        config_sha256=digest_of(tree),
+        versions=checkpoint.versions(),
+        code=code,
+        world_size=session.ranks.world_size,
+        threads=torch.get_num_threads(),
+        data=DataFacts(**data.contents._asdict(), rows=rows, teacher=session.lesson.teacher if session.lesson else ""),
+        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes, weights=weights, code=brought),
+    )
+
+
+def code_of(session: Session) -> dict[str, str]:
+    """The hash of the file of each thing from outside that decides the result, by its name in the config."""
+    data = session.config.data.parts()
+    things = [
+        session.config.chosen_task,
+        *(part.asked_format() for part in data),
+        *(part.asked_reader() for part in data),
+    ]
+    return codes(things) | session.user_callbacks.codes
