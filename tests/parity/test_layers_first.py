@@ -5,6 +5,7 @@ Rows as in ``test_engine.py``. Of nine batches the last window has fewer, unless
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
@@ -22,8 +23,10 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.engine import AdamW, stow
+from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
 from deepstow.strategies.engine.layers_first import LayersFirst
+from deepstow.strategies.engine.residency import Residency
 from deepstow.strategies.planner.step_cost import plan_cost, traffic
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.distributed.ranks import Ranks
@@ -31,7 +34,9 @@ from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.planning.plan_for import plan_for
+from deepstow.trainer.run import order
 from deepstow.trainer.run import run as runs
+from deepstow.trainer.run.plan_check import PlanCheck
 from deepstow.trainer.run.stowed_trainer import stowed as stowed_trainer
 from tests.helpers import small_runs
 from tests.helpers.doubles import Delayed
@@ -230,7 +235,7 @@ def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
 # --- runs and plans ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_config(tmp_path: Path) -> None:
     """The export of plain training, also of a run that is resumed; the eight micro-batches of a pass make windows of
     three, three and two, and attention has dropout.
     """
@@ -250,9 +255,49 @@ def test_a_run_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     given["resume_from_checkpoint"] = str(tmp_path / "layers" / "checkpoint-2")
     resumed = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "resumed", {}, layers, **given))
     assert [name for name in wanted if not torch.equal(wanted[name], resumed[name])] == []
-    assert "saved bytes and times of blocks are not compared" in capsys.readouterr().out
     said = (tmp_path / "layers" / "plan.txt").read_text()
     assert "all 3 micro-batches of a step pass a layer before the next" in said
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["as planned", "one crossing more"])
+@pytest.mark.parametrize("drop", [0.0, 0.2])
+def test_the_plan_against_the_run(
+    more: int, drop: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes over the link are those of the plan, to the last one: weights that crossed once more in a step are said."""
+    block = 0
+    fetch = Residency.fetch
+
+    def counted(self: Residency, bucket: BucketState) -> None:
+        nonlocal block, more
+        fetch(self, bucket)
+        if check is not None and check._began is not None and more:
+            block, more = bucket.spec.weight_bytes, 0
+            fetch(self, bucket)
+
+    class Noted(PlanCheck):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal check
+            check = self
+            super().on_step_begin(*args, **kwargs)
+
+    check: Any = None
+    monkeypatch.setattr(Residency, "fetch", counted)
+    monkeypatch.setattr(order, "PlanCheck", Noted)
+    small_runs.make_rows_and_model(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": drop}))
+    offload = {"site": "host", "weights": "streamed", "gradients": "host", "prefetch": 0, "accumulation": "layers"}
+    how = {"offload": offload, "recompute": {"policy": "full", "activation_offloading": True}}
+    small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "run", {}, how, max_steps=3))
+    rows = json.loads((tmp_path / "run" / "plan.json").read_text())["measured"]
+    found = {row["owner"]: (row["predicted"], row["measured"]) for row in rows}
+    planned, measured = found["saved for backward"]
+    assert measured == pytest.approx(planned, rel=0.02)  # one of the micro-batches; a mask is 0.013 of it
+    assert found["link down, step 2"][0] == found["link down, step 2"][1] > 0
+    planned, measured = found["link up, step 2"]
+    assert measured - planned == block and planned > 0
+    assert (len(re.findall("link (up|down) .*, as planned", capsys.readouterr().out)) == 2) is (block == 0)
 
 
 def test_a_refusal_in_training_is_one_line(
