@@ -62,7 +62,8 @@ LARGE = [
     Case("rtx5090-pcie5", 24, 224),
     Case("h100-pcie5", 24, 224),
     Case("rtx4090-pcie4", 22, 224),
-    Case("rtx5090-pcie5", 24),
+    Case("rtx5090-pcie5", 24, 288),
+    Case("rtx5090-pcie5", 24, 192),
 ]
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

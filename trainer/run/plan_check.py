@@ -6,7 +6,7 @@ Saved bytes are predicted for micro-batches of full length with a mask. Shorter 
 the link; one without a mask (full rows of one document each) saves less in attention, and is compared with a count of
 its own, in units that keep everything. For the libraries in the process's peak the prediction has a round number.
 
-Torch's hooks count what is saved in the first micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
+Torch's hooks count what is saved in one micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
 report what they keep. Hugging Face's checkpointing, whose hooks are inside ours, is not counted, nor is ZeRO stage 3,
 where gathered weights would count as saved.
 """
