@@ -1,6 +1,7 @@
 """Micro-batches one by one, and layers first: simulated steps, or measured ones on this machine.
 
     python -m deepstow.benchmarks.layers_first              # the table of docs/strategies/offload.md
+    python -m deepstow.benchmarks.layers_first --large      # that of benchmarks/records/layers-first.md, in minutes
     python -m deepstow.benchmarks.layers_first --measure    # 45 M, streamed, 8 micro-batches of 256 tokens, in turn
 
 Simulated is a Llama-3 8B that trains 65,536 tokens per step beside a host of 192 GiB. ``bound`` is the largest of what
