@@ -1,6 +1,7 @@
 """Micro-batches one by one, and layers first: simulated steps, or measured ones on this machine.
 
     python -m deepstow.benchmarks.layers_first              # the table of docs/strategies/offload.md
+    python -m deepstow.benchmarks.layers_first --large      # that of benchmarks/records/layers-first.md, in minutes
     python -m deepstow.benchmarks.layers_first --measure    # 45 M, streamed, 8 micro-batches of 256 tokens, in turn
 
 Simulated is a Llama-3 8B that trains 65,536 tokens per step beside a host of 192 GiB. ``bound`` is the largest of what
@@ -12,63 +13,116 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepstow.benchmarks.harness.child import llama
 from deepstow.benchmarks.harness.work import work
+from deepstow.strategies.core.on_disk import disk_bytes
+from deepstow.strategies.core.plan import Tier
+from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.planner.tasks import Resource
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.errors import TooLargeError
+from deepstow.trainer.machine.probe import Machine
 from deepstow.trainer.machine.profiles import profile, sized
 from deepstow.trainer.planning.from_config import plan_of
 from deepstow.trainer.planning.plan_for import plan_for
 
 ORDERS = ("micro_batches", "layers")
-CASES = (  # profile, GiB of the device, tokens of a row, rows of a micro-batch, micro-batches
-    ("rtx5090-pcie5", 28, 4096, 1, 16),
-    ("rtx5090-pcie5", 28, 2048, 4, 8),
-    ("h100-pcie5", 28, 4096, 1, 16),
-    ("rtx4090-pcie4", 22, 4096, 1, 16),
-)
+
+
+class Case(NamedTuple):
+    """A machine, GiB of its device and of its host, tokens of a row, rows of a micro-batch, and micro-batches."""
+
+    profile: str
+    device: int
+    host: int = 192
+    length: int = 4096
+    rows: int = 1
+    micro_batches: int = 16
+    clips: bool = True  # else gradients pass, and trained weights may rest on the disk
+
+
+SMALL = [
+    Case("rtx5090-pcie5", 28),
+    Case("rtx5090-pcie5", 28, length=2048, rows=4, micro_batches=8),
+    Case("h100-pcie5", 28),
+    Case("rtx4090-pcie4", 22),
+]
+LARGE = [
+    Case("rtx5090-pcie5", 24, 224),
+    Case("h100-pcie5", 24, 224),
+    Case("rtx4090-pcie4", 22, 224),
+    Case("rtx5090-pcie5", 24, 288),
+    Case("rtx5090-pcie5", 24, 192),
+    Case("rtx5090-pcie5", 24, 128, clips=False),
+]
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }  # fmt: skip
-HOST = 192 << 30
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
+}  # fmt: skip
 COUNT, LENGTH, STEPS = 8, 256, 3  # of what is measured
 
 
-def simulated() -> Iterator[str]:
+def simulated(*, large: bool) -> Iterator[str]:
     """The rows of the table."""
-    yield "profile        device  rows      order          seconds  tokens/s  of the bound"
-    for name, gib, length, rows, count in CASES:
-        for order in ORDERS:
-            training = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": count, "bf16": True}
-            tree = {
-                "model": {"config": LLAMA_8B, "tokenizer": "none"},
-                "data": {"path": "rows.jsonl", "max_length": length, "packing": True},
-                "training": {"output_dir": "runs/none", "max_steps": 10, **training},
-                "strategies": {
-                    "offload": {"gpu_memory": f"{gib}GiB", "host_memory": "192GiB", "accumulation": order},
-                    "recompute": {"policy": "auto"},
-                },
-            }
-            cost = plan_cost(plan_of(load_tree(tree), Ranks(), sized(profile(name), None, HOST)))
-            assert cost is not None
-            busy = [cost.outcome.busy[each] for each in Resource]
-            rate = length * rows * count / cost.seconds
-            shape = f"{count} x {rows} x {length}"
-            bound = cost.seconds / max(busy)
-            yield f"{name:<15}{gib:>2} GiB  {shape:<12}{order:<15}{cost.seconds:6.2f} s {rate:9,.0f}{bound:10.3f}"
+    line = "{:<15}{:<8}{:<9}{:<13}{:<15}{}".format
+    figures = "{:>9} {:>9}  {:<18}{:>9}  {}".format
+    names = figures("seconds", "tokens/s", "of the bound", "host peak", "disk")
+    yield line("profile", "device", "host", "rows", "order", names)
+    for case, order in product(LARGE if large else SMALL, ORDERS):
+        shape = f"{case.micro_batches} x {case.rows} x {case.length}"
+        row = partial(line, case.profile, f"{case.device} GiB", f"{case.host} GiB", shape, order)
+        try:
+            plan = plan_of(load_tree(_tree(case, order, large=large)), Ranks(), _machine(case))
+        except TooLargeError as refused:
+            yield row(f"refused: {refused}")
+            continue
+        cost = plan_cost(plan)
+        assert cost is not None and plan.layout is not None
+        busiest = max(Resource, key=lambda each: cost.outcome.busy[each])
+        bound = f"{cost.seconds / cost.outcome.busy[busiest]:.3f} of {busiest.value}"
+        rate = case.length * case.rows * case.micro_batches / cost.seconds
+        host, disk = human(plan.peak(Tier.HOST)), human(disk_bytes(plan.layout))
+        yield row(figures(f"{cost.seconds:.2f} s", f"{rate:,.0f}", bound, host, disk))
+
+
+def _machine(case: Case) -> Machine:
+    return sized(profile(case.profile), None, case.host << 30)
+
+
+def _tree(case: Case, order: str, *, large: bool) -> dict[str, Any]:
+    rows = {"per_device_train_batch_size": case.rows, "gradient_accumulation_steps": case.micro_batches}
+    offload = {"gpu_memory": f"{case.device}GiB", "host_memory": f"{case.host}GiB", "accumulation": order}
+    passing = {} if case.clips else {"gradients": "passing"}
+    disk = {"disk": tempfile.gettempdir(), "disk_memory": "1TiB"} if large else {}
+    return {
+        "model": {"config": LLAMA_70B if large else LLAMA_8B, "tokenizer": "none"},
+        "data": {"path": "rows.jsonl", "max_length": case.length, "packing": True},
+        "training": {
+            "output_dir": "runs/none",
+            "max_steps": 10,
+            "bf16": True,
+            "max_grad_norm": float(case.clips),
+            **rows,
+        },
+        "strategies": {"offload": {**offload, **disk, **passing}, "recompute": {"policy": "auto"}},
+    }
 
 
 def seconds(contender: str) -> float:
@@ -121,9 +175,10 @@ def main() -> int:
     """Print the table. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="on this machine, instead of simulated steps")
+    parser.add_argument("--large", action="store_true", help="70B with a disk, which takes minutes")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    for line in measured(given.rounds) if given.measure else simulated():
+    for line in measured(given.rounds) if given.measure else simulated(large=given.large):
         print(line, flush=True)
     return 0
 

@@ -294,7 +294,6 @@ class Offload(Strategy):
             "strategies.experts": run.alike != run.copies and run.apart > 0,
             "strategies.collectives": run.compression is not None or run.two_level > 0,
             "training.fp16": run.precision is Precision.FP16,
-            "dropout over several ranks": run.draws and run.copies > 1,
         }
         for name in (name for name, is_so in what.items() if is_so):
             yield self._refusal("accumulation", f"layers cannot go with {name} so far; write micro_batches")

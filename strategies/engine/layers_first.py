@@ -29,7 +29,8 @@ own states of torch's generators whenever it takes its turn. Where it begins is 
 a forward moves the generators is counted once for each shape of what the model is given, by a forward without
 gradients. That each has ended where the next one began is compared before any gradient lands. If it has not, the number
 depends on more than shapes: all begin again, and from then on each is counted. Checkpoints restore what they have found
-at their block, which is the state of that micro-batch.
+at their block, which is the state of that micro-batch. A forward may exchange weights with other ranks, which draw from
+generators of their own. So all ranks count, and begin again, if one of them has to.
 
 Refused: a forward that draws from other generators or sets attributes of modules (micro-batches would draw, and read,
 in another order than in plain training), that runs a block twice, or whose micro-batches take different ways.
@@ -259,9 +260,10 @@ class LayersFirst:
                     "the forward draws random numbers of Python or NumPy, in another order than in plain training"
                 )
             drawn = [task.random if task.random is not None else self._generators.states() for task in tasks]
-            if not all(map(generators.same, drawn, ends)):
-                if self._draws:
-                    raise _MiscountedError
+            is_other = not all(map(generators.same, drawn, ends))
+            if self._draws and self._engine.ranks.anywhere(is_other):
+                raise _MiscountedError
+            if is_other:
                 self._refuse("the forward draws random numbers (dropout), and the plan was made of one that does not")
             done = True
         finally:
@@ -310,8 +312,9 @@ class LayersFirst:
         self._nodes = autograd._get_sequence_nr()
         begins = self._generators.states()
         shape = _shape_of((args, kwargs))
-        if (move := self._moves.get(shape)) is not None and not self._counts_each:
-            ends.append(generators.moved(begins, move))
+        anywhere = self._engine.ranks.anywhere
+        if not self._counts_each and not anywhere(shape not in self._moves):
+            ends.append(generators.moved(begins, self._moves[shape]))
         else:
             versions = [tensor._version for tensor in tensors_in((args, kwargs))]
             self._running = None
@@ -323,10 +326,12 @@ class LayersFirst:
             if [tensor._version for tensor in tensors_in((args, kwargs))] != versions:
                 self._refuse("a forward that draws random numbers writes to what it is given")
             ends.append(self._generators.states())
-            try:
-                self._moves[shape] = generators.moves(begins, ends[-1])
-            except generators.UncountedError:
-                self._count_each("is not known of this kind of generator or of these numbers")
+            if not self._counts_each:
+                move = generators.moves(begins, ends[-1])
+                if anywhere(move is None):
+                    self._count_each("is not known of this kind of generator or of these numbers")
+                elif move is not None:
+                    self._moves[shape] = move
             self._generators.give(begins)
         self._hub.switch(ENTRANCE)
 

@@ -169,6 +169,7 @@ def stowed(
     layers: bool = False,
     keeps_heads: bool = False,
     draws: bool = False,
+    seed: int = 5,
 ) -> Result:
     """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards.
 
@@ -190,7 +191,7 @@ def stowed(
     scheduler = schedule(optimizer) if schedule else None
     if layers:
         optimizer.set_layerwise(keeps_heads=keeps_heads, draws=draws)
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     for window in _windows(batches, accumulation):
         waiting: dict[int, Tensor] = {}
         if layers:

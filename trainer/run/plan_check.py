@@ -6,7 +6,7 @@ Saved bytes are predicted for micro-batches of full length with a mask. Shorter 
 the link; one without a mask (full rows of one document each) saves less in attention, and is compared with a count of
 its own, in units that keep everything. For the libraries in the process's peak the prediction has a round number.
 
-Torch's hooks count what is saved in the first micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
+Torch's hooks count what is saved in one micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
 report what they keep. Hugging Face's checkpointing, whose hooks are inside ours, is not counted, nor is ZeRO stage 3,
 where gathered weights would count as saved.
 """
@@ -19,10 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
@@ -94,13 +96,17 @@ def _row(label: str, words: str) -> str:
 
 @contextmanager
 def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield by address the bytes that autograd and recomputed blocks save; each storage once, without weights."""
+    """Yield by address the bytes that autograd and recomputed blocks save; each storage once, without weights. Of other
+    micro-batches, whose turns come between blocks, nothing counts: they are other coroutines.
+    """
     storages: dict[int, int] = {}
     alive: list[Tensor] = []  # a block's first forward shows what it will keep and does not keep it yet
+    own = getcurrent()
 
     def show(tensor: Tensor) -> None:
-        alive.append(tensor)
-        pack(tensor)
+        if getcurrent() is own:
+            alive.append(tensor)
+            pack(tensor)
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -150,7 +156,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         self._plan, self._folder, self._shown, self._without_mask = plan, folder, shown, without_mask
         self._evaluating, self._evaluated = evaluating, False
         self._layerwise = plan.facts.run.layerwise > 1  # other micro-batches run between the borders of a block
-        self._countable = not recomputes and deepspeed.stage(plan) != 3 and not self._layerwise
+        self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
         self._masked, self._tokens = True, 0  # of the micro-batch that is counted: it needs a mask; tokens in a row
         self._timed = range(FIRST, LAST + 1) if plan.layout else range(0)
@@ -165,11 +171,14 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     @contextmanager
     def counting(self, model: nn.Module, step: int) -> Iterator[None]:
         """Count inside what autograd saves (in step 1) or time blocks (in some steps after it)."""
-        counts = step == COUNTED - 1 and self._countable and not self._storages
+        counts = step == COUNTED - 1 and self._countable
         times = step + 1 in self._timed and self._clock is None and not self._layerwise
         if model.training and counts:
-            with model.register_forward_pre_hook(self._look, with_kwargs=True), count_saved(model) as self._storages:
+            self._countable = False  # others may begin before this one ends
+            own = partial(self._look, getcurrent())
+            with model.register_forward_pre_hook(own, with_kwargs=True), count_saved(model) as storages:
                 yield
+            self._storages = storages
         elif model.training and times and (blocks := find_blocks(model)):
             self._clock = UnitClock(blocks, next(model.parameters()).device)
             with self._clock.forward():
@@ -177,7 +186,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         else:
             yield
 
-    def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _look(self, own: greenlet, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if getcurrent() is not own:
+            return
         if (ids := kwargs.get("input_ids")) is not None:
             self._tokens = ids.shape[-1]
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -200,7 +211,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
             if self._layerwise:
-                write_line(_row("", "saved bytes and times of blocks are not compared where micro-batches take turns"))
+                write_line(_row("", "times of blocks are not measured where micro-batches take turns"))
             if 0 < self._tokens < (planned := self._plan.facts.run.sequence):
                 write_line(
                     _row("", f"counted rows have {self._tokens:,} tokens; the plan is for the longest, {planned:,}")

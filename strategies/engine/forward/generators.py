@@ -18,10 +18,6 @@ AT_ONCE = 1 << 20
 States = tuple[Tensor, ...]  # the CPU's, and the device's
 
 
-class UncountedError(Exception):
-    """These states are not so many draws apart, or not of a generator that is known."""
-
-
 class Generators:
     """The default generators of the CPU and of ``device``."""
 
@@ -47,9 +43,10 @@ def same(some: States, others: States) -> bool:
     return all(map(torch.equal, some, others))
 
 
-def moves(before: States, after: States) -> tuple[int, ...]:
-    """By how much each was moved. Raises UncountedError."""
-    return tuple(map(_move, before, after))
+def moves(before: States, after: States) -> tuple[int, ...] | None:
+    """By how much each was moved. None: not so many draws, or one is not of a generator that is known."""
+    found = [move for move in map(_move, before, after) if move is not None]
+    return tuple(found) if len(found) == len(before) else None
 
 
 def moved(states: States, by: tuple[int, ...]) -> States:
@@ -57,23 +54,23 @@ def moved(states: States, by: tuple[int, ...]) -> States:
     return tuple(map(_moved, states, by))
 
 
-def _move(before: Tensor, after: Tensor) -> int:
+def _move(before: Tensor, after: Tensor) -> int | None:
     if torch.equal(before, after):
         return 0
     if before.numel() == COUNTING:
         (seed, offset), (new_seed, new_offset) = before.view(torch.int64).tolist(), after.view(torch.int64).tolist()
         if seed != new_seed or new_offset < offset:
-            raise UncountedError
+            return None
         return int(new_offset - offset)
     if before.numel() != TWISTER or not torch.equal(before[NORMALS:], after[NORMALS:]):
-        raise UncountedError
+        return None
     generator = torch.Generator()
     generator.set_state(before)
     count = (_left(before) - _left(after)) % WORDS
     _draw(generator, count)
     while not torch.equal(generator.get_state(), after):
         if count > MOST:
-            raise UncountedError
+            return None
         _draw(generator, WORDS)
         count += WORDS
     return count

@@ -127,6 +127,10 @@ class OneRank:
         """Whether all ranks that share weights say so."""
         return flag
 
+    def anywhere(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return flag
+
     def close(self) -> None:
         """No step follows."""
 
@@ -213,6 +217,10 @@ class Replicas(OneRank):
         for (bucket, index), flag in zip(order, self._on_any(mine), strict=True):
             if flag and index not in bucket.grads.touched:
                 bucket.grads.touch(index)
+
+    def anywhere(self, flag: bool) -> bool:
+        (found,) = self._on_any([flag])
+        return found
 
     def _on_any(self, flags: Iterable[bool]) -> list[bool]:
         """Which of ``flags`` some rank has set. A collective."""

@@ -283,8 +283,7 @@ class Shares(Replicas):
             bucket.grads.measured([index], [norm])
 
     def everywhere(self, flag: bool) -> bool:
-        (some_not,) = self._on_any([not flag])
-        return not some_not
+        return not self.anywhere(not flag)
 
     # --- the same path -----------------------------------------------------------------------------------------------
 
