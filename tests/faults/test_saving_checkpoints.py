@@ -25,7 +25,7 @@ MOST = 400  # more than a save has
 
 
 def save(output_dir: Path, step: int, *, keep: int = 1, finite: bool = True) -> None:
-    """As ``Trainer._save_checkpoint``: the draft, the commit, then the pruning."""
+    """As ``Trainer.save_checkpoint``: the draft, the commit, then the pruning."""
     output_dir.mkdir(exist_ok=True)
     with saving.draft(output_dir, 0, writes=True) as folder:
         written = make(folder, step, marked=False)

@@ -304,7 +304,7 @@ def _replaced(ranks: Ranks, config: Any, mark: str) -> dict[str, Any]:
             path.write_bytes(content)
             try:
                 training_state.load(trainer, checkpoint)
-                trainer._load_rng_state(str(checkpoint))
+                training_state.load_random_state(trainer, checkpoint)
                 said = []
             except ConfigError as error:
                 said = list(error.lines)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainingArguments
 
+from deepstow.trainer.run import training_state
 from deepstow.trainer.run.stowed_trainer import stowed
 from tests.helpers.marks import some_rarely
 from tests.helpers.trainers import ON_POLICY, ROWS, TRAINERS, arguments, llama, stock, trained, unlike
@@ -86,6 +87,14 @@ def test_saved_bucket_by_bucket_and_resumed(tmp_path: Path) -> None:
     stocks = make(travelling, str(tmp_path / "plain"))  # what the Trainer alone has saved is read, too
     stocks.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
     assert all(torch.equal(whole[name], value) for name, value in stocks.model.state_dict().items())
+
+
+def test_generators_as_a_run_has_saved_them(tmp_path: Path) -> None:
+    trainer = stock(travelling, str(tmp_path))
+    training_state.save_random_state(trainer, tmp_path)
+    drawn = torch.rand(3)
+    trainer._load_rng_state(str(tmp_path))
+    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_evaluation_before_training(tmp_path: Path) -> None:
@@ -206,6 +215,7 @@ def hooked(model: Any) -> tuple[Any, Any]:
             {"fp16": True, "wrap": lambda base: stowed(base, update_in_backward=True), "max_grad_norm": 0.0},
             "update_in_backward=True: fp16's loss scale needs all gradients first",
         ),
+        ({"bf16_full_eval": True}, "bf16_full_eval: a stowed trainer evaluates in the precision of training"),
         ({"torch_compile": True}, "torch_compile=True: weights travel in this plan"),
         ({"optimizers": hooked}, "this optimizer has step hooks"),
         (
@@ -213,7 +223,7 @@ def hooked(model: Any) -> tuple[Any, Any]:
             r"gpu_memory = .*10KiB.*needed.*write \d+KiB or more",
         ),
     ],
-    ids=["rule", "bits", "fp16", "compiled", "hooks", "budget"],
+    ids=["rule", "bits", "fp16", "full_eval", "compiled", "hooks", "budget"],
 )
 def test_refused(tmp_path: Path, more: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:

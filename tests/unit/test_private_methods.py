@@ -1,76 +1,149 @@
-"""Which private methods of Hugging Face's Trainer ours override, and why nothing public does it."""
+"""Which private names of Hugging Face's Trainer, of TRL's and of Accelerate we use, and why nothing public does it.
 
-import re
+Libraries are read as text, whatever release is installed: a name with an underscore that one of their classes defines
+or assigns is private to it. We use it by a method of that name in a subclass, by assigning it, or by reading it;
+a class in place of an object's own counts as well.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
-import transformers
-
-from deepstow.trainer.run.stowed_trainer import StowedTrainer
-from deepstow.trainer.run.trainer import Trainer
+import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-OURS = (StowedTrainer, Trainer)
-# Of each method the module that overrides it, why, and the test that would notice a change.
-OVERRIDDEN = {
-    "_save_checkpoint": (
-        "trainer",
-        "it writes into checkpoint-N itself; on_save comes after that, and earlier events also when nothing is saved",
-        "unit/test_sealing.py::test_training_goes_on",
-    ),
-    "_prepare_for_training": (
-        "trainer",
-        "with DeepSpeed it loads DeepSpeed's own checkpoint; before it there is no optimizer to load ours into",
-        "parity/test_moves.py::test_from_plain",
-    ),
+LIBRARIES = {
+    "transformers": "trainer.py trainer_seq2seq.py trainer_callback.py training_args.py",
+    "accelerate": "accelerator.py data_loader.py optimizer.py state.py",
+    "trl": "trainer/*.py",
+    "sentence_transformers": "**/trainer.py",
+}
+THEIRS = {"Trainer", "StowedTrainer", "Accelerator", "TrainerState", "TrainingArguments"}  # bases of classes of ours
+HOLDERS = ("trainer", "accelerator", "args", "control", "callback_handler", "super()")
+BUCKETS = "parity/test_trainers.py::test_saved_bucket_by_bucket_and_resumed"
+FIRST_BATCH = "parity/test_trainers.py::test_from_a_budget"
+
+# Of each name in our Trainer, and in ``stowed(AnyTrainer)``: why, and the test that would notice a change.
+TRAINER = {
     "_init_training_state": (
-        "trainer",
-        "of a stream without a length it takes all steps for those of the first pass",
+        "of a stream it takes all steps for those of the first pass; it makes the state, which a full disk would end",
         "parity/test_tasks.py::test_a_stream_goes_on_in_a_later_pass",
     ),
-    "_load_from_checkpoint": (
-        "trainer",
-        "it loads the model's files into every rank, which may have a share only, before ours can be",
-        "parity/test_moves.py::test_stages",
-    ),
-    "_load_best_model": (
-        "trainer",
-        "the same at the end; callbacks of on_train_end that upload the model come before ours",
-        "parity/test_moves.py::test_ends_with_the_best_weights",
-    ),
-    "_load_rng_state": (
-        "stowed_trainer",
-        "the states belong before an epoch's order is drawn, or after its skipped batches; only the loop knows which",
-        "e2e/test_interrupted.py::test_a_signal_saves_at_the_end_of_the_step",
-    ),
-    "_save_optimizer_and_scheduler": (
-        "stowed_trainer",
-        "it asks the optimizer for one state dict, a second copy of all moments",
-        "parity/test_trainers.py::test_saved_bucket_by_bucket_and_resumed",
-    ),
-    "_load_optimizer_and_scheduler": (
-        "stowed_trainer",
-        "the same on the way back",
-        "parity/test_trainers.py::test_saved_bucket_by_bucket_and_resumed",
-    ),
-    "_move_model_to_device": (
-        "stowed_trainer",
-        "place_model_on_device belongs to the user's arguments, and bf16_full_eval moves the model without asking it",
-        "accelerator/test_trainer.py::test_offload_has_the_bits_of_plain_training",
+    "_run_epoch": (
+        "it skips batches of a checkpoint that train() was given, and train() loads its files into every rank",
+        "parity/test_moves.py::test_from_plain",
     ),
 }
+STOWED = {
+    "_save_optimizer_and_scheduler": ("it asks for one state dict, a second copy of all moments", BUCKETS),
+    "_load_optimizer_and_scheduler": ("the same on the way back", BUCKETS),
+    "_load_rng_state": (
+        "states belong before a pass draws its order, or after its skipped batches; only the loop knows which",
+        "parity/test_trainers.py::test_generators_as_a_run_has_saved_them",
+    ),
+    "_prepare_inputs": ("the first call is made of what a Trainer makes of a batch", FIRST_BATCH),
+    "_remove_unused_columns": ("the first batch has the columns that the Trainer keeps", FIRST_BATCH),
+    "_get_collator_with_removed_columns": ("the same", FIRST_BATCH),
+}
+WHERE = {"trainer/run/trainer.py": TRAINER, "trainer/run/stowed_trainer.py": STOWED}
 
 
-def test_only_these_are_overridden() -> None:
-    """A method that a release of Transformers has renamed is missed here."""
-    assert {(name, f"deepstow.trainer.run.{module}") for name, (module, _, _) in OVERRIDDEN.items()} == {
-        (name, kind.__module__)
-        for kind in OURS
-        for name in vars(kind)
-        if re.match(r"_(?!_)", name) and hasattr(transformers.Trainer, name)
-    }
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def classes(tree: ast.AST) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def last_name(node: ast.AST) -> str:
+    """``a.b.c`` is c."""
+    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+def named_in(kind: ast.ClassDef) -> set[str]:
+    """What a class defines, or gives its objects."""
+    found = {node.name for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found |= {last_name(to) for node in kind.body if isinstance(node, ast.Assign) for to in node.targets}
+    found |= {last_name(node.target) for node in kind.body if isinstance(node, ast.AnnAssign)}
+    for node in ast.walk(kind):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return set(filter(is_private, found))
+
+
+@pytest.fixture(scope="module")
+def private() -> set[str]:
+    """Of the libraries that are installed."""
+    found = set[str]()
+    for library, patterns in LIBRARIES.items():
+        spec = importlib.util.find_spec(library)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            files = [path for pattern in patterns.split() for path in Path(folder).glob(pattern)]
+            found |= {
+                name for path in files for kind in classes(ast.parse(path.read_text())) for name in named_in(kind)
+            }
+    assert {"_save_checkpoint", "_precompute_ref_logps", "_dataloaders", "_prepare_inputs"} <= found
+    return found - {"_step_count"}  # of torch's schedulers
+
+
+def is_theirs(kind: ast.ClassDef) -> bool:
+    return kind.name in THEIRS or any(last_name(base) in THEIRS for base in kind.bases)
+
+
+def uses(tree: ast.AST, private: set[str], own: set[str]) -> Iterator[str]:
+    """Private names that a module uses. ``own``: those that classes of ours define which have no base there."""
+    for kind in filter(is_theirs, classes(tree)):
+        yield from named_in(kind) & private
+        yield from (node.attr for node in ast.walk(kind) if isinstance(node, ast.Attribute) and node.attr in private)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of, name = last_name(node.value), node.attr
+        elif isinstance(node, ast.Call) and last_name(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            of, name = last_name(node.args[0]), getattr(node.args[1], "value", "")
+        else:
+            continue
+        swaps = name == "__class__" and isinstance(getattr(node, "ctx", None), ast.Store)
+        held = of.endswith(HOLDERS)
+        if (swaps and held) or (name in private and (held or (name not in own and of not in ("self", "cls")))):
+            yield name
+
+
+def of_ours(trees: list[ast.Module]) -> set[str]:
+    return {name for tree in trees for kind in classes(tree) if not is_theirs(kind) for name in named_in(kind)}
+
+
+def test_no_others_are_used(private: set[str]) -> None:
+    paths = [path for folder in ("trainer", "strategies") for path in (TESTS.parent / folder).rglob("*.py")]
+    trees = {path.relative_to(TESTS.parent).as_posix(): ast.parse(path.read_text()) for path in paths}
+    own = of_ours(list(trees.values()))
+    found = {where: names for where, tree in trees.items() if (names := set(uses(tree, private, own)))}
+    assert found == {where: set(names) for where, names in WHERE.items()}
+    assert len(TRAINER) <= 2
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        (
+            "class A(StowedTrainer, transformers.Trainer):\n    def _save_checkpoint(self, *args): ...",
+            "_save_checkpoint",
+        ),
+        ("class A(StowedTrainer):\n    def _precompute_ref_logps(self, *args): ...", "_precompute_ref_logps"),
+        ("class A(Trainer):\n    def go(self):\n        self._train_batch_size = 1", "_train_batch_size"),
+        ("def go(of):\n    of.accelerator._dataloaders.clear()", "_dataloaders"),
+        ("def go(of):\n    return getattr(of, '_is_accelerate_prepared', False)", "_is_accelerate_prepared"),
+        ("def go(trainer, kind):\n    trainer.accelerator.__class__ = kind", "__class__"),
+        ("def go(trainer):\n    trainer._tr_loss = 0", "_tr_loss"),
+    ],
+)
+def test_it_finds(code: str, name: str, private: set[str]) -> None:
+    assert set(uses(ast.parse(code), private, own={"_dataloaders"})) == {name}
 
 
 def test_each_has_its_test() -> None:
-    for _, _, test in OVERRIDDEN.values():
-        path, _, name = test.partition("::")
-        assert f"def {name}(" in (TESTS / path).read_text(), test
+    for names in WHERE.values():
+        for _, test in names.values():
+            path, _, name = test.partition("::")
+            assert f"def {name}(" in (TESTS / path).read_text(), test

@@ -162,7 +162,8 @@ def evaluated(ranks: Ranks, config: RunConfig, where: str) -> str:
             raise OSError(28, "No space left on device")
 
     def full(*args: Any, **kwargs: Any) -> None:
-        fill("writing")
+        if not kwargs:  # into a draft
+            fill("writing")
         save_model(*args, **kwargs)
 
     commits_after(lambda: fill("sealing"))
@@ -210,6 +211,6 @@ def test_a_best_evaluation_without_a_checkpoint(
     monkeypatch.setattr(trainer_file.training_state, "load_weights", lambda of, folder: found.append(folder.name))
     state = TrainerState(global_step=6, best_global_step=best, best_model_checkpoint=saved and str(tmp_path / saved))
     trainer: Any = SimpleNamespace(settle=lambda: None, state=state, execution=Execution())
-    trainer_file.Trainer._load_best_model(trainer)
+    trainer_file.Trainer.load_best(trainer)
     assert found == ([loaded] if loaded else [])
     assert of_best(config_in(tmp_path, data={"eval_fraction": 0.1}, **BEST), state, "{}") == said

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from deepstow.strategies.core.grid import Grid
@@ -94,7 +95,7 @@ class Pipeline(Around):
             trainer = self._trainer
             trainer.model.train()
             self._drawn = 0
-            batches = [trainer._prepare_inputs(dict(each)) for each in self._batches]
+            batches = [send_to_device(dict(each), trainer.args.device) for each in self._batches]
             self._losses = list(self.pipeline.step(batches, partial(self._loss_of, num_items)).unbind())
             if self.stowed is None:
                 self.gradients.complete()
@@ -144,7 +145,7 @@ class Pipeline(Around):
     def predict(self, predict: Callable[[Batch], Any], model: Any, inputs: Batch) -> Any:
         """Every stage gets the losses of tokens instead of logits."""
         trainer = self._trainer
-        inputs = trainer._prepare_inputs(inputs)
+        inputs = send_to_device(inputs, trainer.args.device)
         labels = inputs["labels"]
         rest = {key: value for key, value in inputs.items() if key != "labels"}
         with torch.no_grad(), trainer.compute_loss_context_manager():

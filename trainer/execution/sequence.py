@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from deepstow.strategies.parallel import ulysses
 from deepstow.trainer.data.packing import MASKED
@@ -45,7 +46,7 @@ class Sliced(Around):
 
     def predict(self, predict: Callable[[Batch], Any], model: Any, inputs: Batch) -> Any:
         """Ranks of a row get the losses of its tokens instead of logits."""
-        inputs = self._trainer._prepare_inputs(inputs)
+        inputs = send_to_device(inputs, self._trainer.args.device)
         given = self._attention.slice_of(inputs)
         targets = given.pop("shift_labels")
         del given["labels"]

@@ -6,11 +6,11 @@ an evaluation are gathered from one rank of each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -37,6 +37,13 @@ class StowAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         self.execution = Stowed()
 
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> Self:
+        """One with all that an ``accelerator`` has, which is not used any more."""
+        made = cls.__new__(cls)
+        made.__dict__.update(accelerator.__dict__)
+        return made
+
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, but with the memory engine the model is neither wrapped nor moved; it gets its autocast."""
         for arg in args:
@@ -58,9 +65,9 @@ class StowAccelerator(Accelerator):
         """As Accelerate's; copies of the model are given different rows, ranks of one copy the same."""
         grid = self.execution.grid
         loading.guard(data_loader, self.loading_s)
-        if grid.is_plain or getattr(data_loader, "_is_accelerate_prepared", False):
+        if grid.is_plain or isinstance(data_loader, DataLoaderShard | DataLoaderDispatcher):
             return super().prepare_data_loader(data_loader, device_placement, *args)
-        prepared = prepare_data_loader(
+        return prepare_data_loader(
             data_loader,
             self.device,
             num_processes=grid.replicas,
@@ -73,8 +80,6 @@ class StowAccelerator(Accelerator):
             data_seed=self.dataloader_config.data_seed,
             non_blocking=self.non_blocking,
         )
-        self._dataloaders.append(prepared)
-        return prepared
 
     def gather(self, tensor: Any) -> Any:
         """As Accelerate's; within ``gather_for_metrics`` one rank of each copy of the model is taken."""

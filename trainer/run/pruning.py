@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
@@ -120,7 +121,7 @@ class Pruning(TrainerCallback):
         model.eval()
         with _squares(self._layers) as squares:
             for index in range(min(rows, len(trainer.train_dataset))):
-                batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[index]]))
+                batch = send_to_device(trainer.data_collator([trainer.train_dataset[index]]), trainer.args.device)
                 model(**{name: each for name, each in batch.items() if name not in ("labels", TEACHER)})
         model.train(was_training)
         return {name: total.sqrt().cpu() for name, total in squares.items()}

@@ -240,7 +240,8 @@ def _train(session: Session, stop: Stop, together: Agreement, watchdog: Watchdog
     config = session.config
     trainer = building.make_trainer(session)
     trainer.add_callback(SaveAndStop(stop, trainer, together))
-    trainer.callback_handler.callbacks.insert(0, Begin(session, together))  # before TensorBoard's, which makes files
+    # After the checkpoint is loaded, which may refuse the run; before TensorBoard's, which makes files.
+    trainer.callback_handler.callbacks.insert(1, Begin(session, together))
     if watchdog is not None:
         trainer.add_callback(Watched(watchdog))
     checkpoint = str(session.resumed.path) if session.resumed is not None else None

@@ -60,7 +60,7 @@ def stowed(base: type, **options: Any) -> type:
     said = [name for name in ("max_grad_norm", "accumulation", "world_size", "moments") if name in options]
     if said:
         raise TypeError(f"{said[0]}: the Trainer's own arguments decide that; leave it out")
-    return type(f"Stowed{base.__name__}", (StowedTrainer, base), {"stow_options": options})
+    return type(f"Stowed{base.__name__}", (_WithCheckpoints, base), {"stow_options": options})
 
 
 class StowedTrainer:
@@ -78,8 +78,8 @@ class StowedTrainer:
 
     @property
     def stows(self) -> bool:
-        """Whether the engine trains this model: it has something to train."""
-        return any(parameter.requires_grad for parameter in self.model.parameters())
+        """Whether the engine trains this model: it has something to train, or is not made yet."""
+        return self.model is None or any(parameter.requires_grad for parameter in self.model.parameters())
 
     @property
     def whole(self) -> Any:
@@ -97,10 +97,21 @@ class StowedTrainer:
         """The optimizer, without what Accelerate has wrapped it in."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
+    @property
+    def place_model_on_device(self) -> bool:
+        """As Hugging Face decides, but the engine moves a stowed model as planned."""
+        return self._places and not self.stows
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, places: bool) -> None:
+        self._places = places
+
     def create_accelerator_and_postprocess(self) -> None:
-        """Make Hugging Face's accelerator and turn it into a ``StowAccelerator``."""
+        """Make a ``StowAccelerator`` of Hugging Face's. Raise ValueError if arguments exclude the engine."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator.__class__ = StowAccelerator
+        if self.stows:
+            self._refuse_others()
+        self.accelerator = StowAccelerator.of(self.accelerator)
         self.execution = self.accelerator.execution = self.make_execution()
         self.gather_function = self.accelerator.gather_for_metrics  # ours, not the one that it was bound to
 
@@ -115,7 +126,6 @@ class StowedTrainer:
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if not self.stows or isinstance(optimizer, StowOptimizer):
             return optimizer
-        self._refuse_others()
         former = stowed_by(self.model)
         if former is not None:  # another trainer's; every trainer begins with an optimizer of its own
             former.close()
@@ -234,6 +244,9 @@ class StowedTrainer:
             f"order={order!r}: this trainer prepares inputs by itself, step by step; leave order= out": (
                 order != "micro_batches" and prepares
             ),
+            "fp16_full_eval, bf16_full_eval: a stowed trainer evaluates in the precision of training; leave it out": (
+                args.fp16_full_eval or args.bf16_full_eval
+            ),
             "recompute= cannot be combined with gradient_checkpointing=True: keep one of the two": twice,
         }
         for why, is_so in refusals.items():
@@ -255,36 +268,21 @@ class StowedTrainer:
 
         return self.execution.training_step(one, inputs, num_items_in_batch)
 
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """As Hugging Face's, but a stowed model is not moved: the engine does that as planned.
-
-        On devices that register with torch (PrivateUse1) moving makes two parameters of a tied one; RuntimeError if the
-        model does not tie them again.
-        """
-        if model is self.model and self.stows:
-            return
-        tied = len(list(model.parameters()))
-        super()._move_model_to_device(model, device)  # type: ignore[misc]
-        if len(list(model.parameters())) != tied and hasattr(model, "tie_weights"):
-            model.tie_weights()
-        if len(list(model.parameters())) != tied:
-            raise RuntimeError(
-                f"moving the model to {device} separates weights that are tied: move it there beforehand"
-            )
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's; before training the model is stowed first, so that it is where training will have it."""
         if self.stows:
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's, which asks the model as it is before training; it is stowed first, since nothing else moves it."""
         if self.stows:
             self.create_optimizer()
-        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+        return super().compute_ref_log_probs(*args, **kwargs)  # type: ignore[misc]
 
-    # Checkpoints of other trainers than ``deepstow.trainer.run.trainer.Trainer``: the engine's state is in our format.
+
+class _WithCheckpoints(StowedTrainer):
+    """Checkpoints are those of the Trainer, but the engine's state is in our format."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As Hugging Face's, but the engine's state is written bucket by bucket, without a second copy in memory."""

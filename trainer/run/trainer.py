@@ -6,13 +6,14 @@ What a step is, its execution knows (``trainer/execution``). Besides, the loss o
 training, before it gets its name (``saving.py``, ``training_state.py``), and one that finds no space is one line, on
 every rank or on none, and the run goes on; a run that is resumed at its last step takes no further one.
 
-Which private methods of Hugging Face's that takes, and why: ``tests/unit/test_private_methods.py``.
+Which private names of Hugging Face's that takes, and why: ``tests/unit/test_private_methods.py``.
 """
 
 from __future__ import annotations
 
 import errno
 import math
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from contextlib import nullcontext
@@ -86,6 +87,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         self.scores_alone = scores_alone
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
+        self.between_passes = True  # where the run that is resumed goes on
         self._trained = False
         self._best_loaded: Path | None = None  # the checkpoint whose weights were taken at the end
         super().__init__(*args, **kwargs)
@@ -94,12 +96,15 @@ class Trainer(StowedTrainer, transformers.Trainer):
             self.preprocess_logits_for_metrics = None
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
+        self.args.save_only_model = True  # ``save_model`` writes what else there is
+        self.loads_best = bool(self.args.load_best_model_at_end)
         self.output_dir = Path(str(self.args.output_dir))
         self.mounted = Mounted(self.output_dir) if self.args.should_save else None
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
         self.spilled_bytes = 0  # of that, while the model is written
         self.stop_non_finite = StopNonFinite(self)
         self.add_callback(self.stop_non_finite)
+        self.callback_handler.callbacks.insert(0, Checkpoints(self))
 
     @property
     def stows(self) -> bool:
@@ -108,6 +113,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        if not (self.stows or self.is_deepspeed_enabled):
+            place(self.model, self.args.device)
         self.about = self._describe(self.model)  # the first moment at which it has all adapters
         self._adds_terms = loss_terms.switched_on(self.model.config) is not None
         self.accelerator.loading_s = float(self.args.ddp_timeout)
@@ -144,10 +151,13 @@ class Trainer(StowedTrainer, transformers.Trainer):
     # --- training and evaluation -------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; the newest save is over when it returns. Raise NonFinite if gradients are not."""
+        """As Hugging Face's; the newest save is over when it returns. Raise NonFinite if gradients are not.
+
+        Hugging Face and DeepSpeed load nothing of a checkpoint but the state of the loop: ``Checkpoints`` does.
+        """
         self._resumed = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            found = super().train(resume_from_checkpoint, *args, **kwargs)
+            found = super().train(None, *args, **kwargs)
             self.settle()
             if (line := self.execution.finish()) and self.args.process_index == 0:
                 write_line(line)
@@ -197,13 +207,21 @@ class Trainer(StowedTrainer, transformers.Trainer):
         Of a stream without a length Hugging Face takes all steps for those of the first pass, and begins anew in a
         later one. How far the pass was follows from the saved epoch: ``pass + updates / max_steps``.
         """
-        passes, batches = super()._init_training_state(max_steps, per_epoch, num_epochs, resume_from_checkpoint, trial)
-        if resume_from_checkpoint is None or has_length(self.train_dataset) or self.args.ignore_data_skip:
-            return passes, batches
-        saved = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
-        assert saved.epoch is not None
-        passes = int(saved.epoch)
-        return passes, round((saved.epoch - passes) * saved.max_steps) * self.args.gradient_accumulation_steps
+        passes, batches = super()._init_training_state(max_steps, per_epoch, num_epochs, self._resumed, trial)
+        if self._resumed is not None and not has_length(self.train_dataset) and not self.args.ignore_data_skip:
+            saved = TrainerState.load_from_json(str(Path(self._resumed) / TRAINER_STATE_NAME))
+            assert saved.epoch is not None
+            passes = int(saved.epoch)
+            batches = round((saved.epoch - passes) * saved.max_steps) * self.args.gradient_accumulation_steps
+        self.between_passes = batches == 0
+        self.state = Unwritten(**vars(self.state))
+        return passes, batches
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As Hugging Face's, which skips the batches that are trained only if it was given a checkpoint."""
+        if self._resumed is not None:
+            kwargs["resume_from_checkpoint"] = os.devnull  # in which there are no states of generators
+        super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self._trained = True
@@ -261,6 +279,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
         """As Hugging Face's, with our numbers; no record of a training that did not take place."""
         self.stop_non_finite.settle()
+        if "train_loss" in logs:  # the last record, after which Hugging Face would load the best weights
+            self.args.load_best_model_at_end = False
         if self._trained or "train_loss" not in logs:
             self.meter.add_to(logs, self.state)
             if "train_loss" in logs and self.args.world_size > 1:  # its steps since the last record are of one rank
@@ -287,17 +307,17 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
     # --- loading a checkpoint ----------------------------------------------------------------------------------------
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """As Hugging Face's, but neither it nor DeepSpeed loads a checkpoint; then ours is loaded."""
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if resume_from_checkpoint is not None:
-            training_state.load(self, Path(resume_from_checkpoint))
-        return prepared
+    def load(self) -> None:
+        """Take over weights, optimizer and schedule of the checkpoint that is resumed. May raise Misfit."""
+        if self._resumed is not None:
+            training_state.load(self, Path(self._resumed))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
+    def load_generators(self) -> None:
+        """Take over their states, too."""
+        if self._resumed is not None and (said := training_state.load_random_state(self, Path(self._resumed))):
+            write_line(said)
 
-    def _load_best_model(self) -> None:
+    def load_best(self) -> None:
         """Weights of the best evaluation, under every strategy; of the best one that has a checkpoint, unless the last
         weights, which are here, are the best. Raise ConfigError if that checkpoint is damaged.
         """
@@ -327,11 +347,14 @@ class Trainer(StowedTrainer, transformers.Trainer):
     # --- saving one --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them.
+        """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them. For its loop: a checkpoint.
 
         Where ranks have parts of the weights they are gathered first, which is a collective in every release. Weights
         that are not in memory are made one by one, in a file; adapters need none of their base.
         """
+        if _internal_call:
+            self.save_checkpoint()
+            return
         folder = Path(output_dir or self.output_dir)
         spilled = Spilled(folder)
         whole = self.accelerator.unwrap_model(self.whole)
@@ -343,7 +366,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
             base=base,
         )
         if state is None:
-            super().save_model(str(folder), _internal_call)
+            super().save_model(str(folder))
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
         spilled.settle()
@@ -361,17 +384,23 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """
         return dict(self.accelerator.get_state_dict(self.model_wrapped, place=place) or {})
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: TRL writes one with every checkpoint; the export has one."""
+
+    def save_checkpoint(self) -> None:
         """Write a draft on all ranks, and have it committed beside training; a collective."""
         self.stop_non_finite.settle()
         self.settle()
         folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
         former = self.state.best_model_checkpoint
-        self.store_flos()
+        kept: Any = [
+            each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
+        ]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=kept).stateful_callbacks
 
         def write(draft: Path) -> None:
             with self.execution.evaluating():
-                self.save_model(str(draft), _internal_call=True)
+                self.save_model(str(draft))
                 training_state.save(self, draft)
             self.execution.save(draft, self.args.process_index)
             training_state.save_random_state(self, draft)
@@ -424,11 +453,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
             training_state.opened(self, written)
         except ValueError as error:
             raise OSError(errno.EIO, f"it cannot be read back: {first_line(error)}") from error
-        kept: Any = [
-            each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
-        ]
-        self.state.stateful_callbacks = TrainerState(stateful_callbacks=kept).stateful_callbacks
-        self.state.save_to_json(str(written / TRAINER_STATE_NAME))
+        TrainerState.save_to_json(self.state, str(written / TRAINER_STATE_NAME))
         named = (name for name, _ in self.accelerator.unwrap_model(self.whole).named_buffers())
         buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
         loss_is_finite = not hasattr(self, "last_loss") or math.isfinite(float(self.last_loss))
@@ -447,6 +472,57 @@ class Trainer(StowedTrainer, transformers.Trainer):
                 return [f"{folder.parent}: older checkpoints could not be deleted: {error}"]
 
         return seal
+
+
+class Unwritten(TrainerState):
+    """Hugging Face's. Its loop has it write itself after ``save_model``, where a full disk would end the run; it is in
+    the draft already.
+    """
+
+    def save_to_json(self, json_path: str) -> None:
+        """Nothing."""
+
+
+class Checkpoints(TrainerCallback):
+    """The first callback: what Hugging Face would load of a checkpoint is loaded here, exactly."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loads_generators = False  # they belong before a pass draws its order, or after its skipped batches
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.load()
+        self._loads_generators = True
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer.between_passes:
+            self.on_step_begin()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self._loads_generators:
+            self._loads_generators = False
+            self._trainer.load_generators()
+
+    on_epoch_end = on_step_begin  # of a pass of which nothing was left
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        args.load_best_model_at_end = self._trainer.loads_best
+        if args.load_best_model_at_end:
+            self._trainer.load_best()
+
+
+def place(model: Any, device: torch.device) -> None:
+    """Move ``model`` to ``device``.
+
+    On devices that register with torch (PrivateUse1) that makes two parameters of a tied one; RuntimeError if the model
+    does not tie them again.
+    """
+    tied = len(list(model.parameters()))
+    model.to(device)
+    if len(list(model.parameters())) != tied and hasattr(model, "tie_weights"):
+        model.tie_weights()
+    if len(list(model.parameters())) != tied:
+        raise RuntimeError(f"moving the model to {device} separates weights that are tied: move it there beforehand")
 
 
 def _reads_saves(callback: TrainerCallback) -> bool:
