@@ -1,4 +1,4 @@
-"""Tasks, data formats, readers, exporters and callbacks: found by the name that a config has for them.
+"""Tasks, data formats, readers, exporters, recipes and callbacks: found by the name that a config has for them.
 
 A name is one of the tree, or an entry point of an installed package. ``module:Class`` is a class of a module that needs
 no packaging: a file beside the config or in the folder of the command, else whatever Python finds. ``folder/file.py``
@@ -70,8 +70,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def _ours(self) -> dict[str, T]:
         package = import_module(self._package)
         for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
-            if not module.ispkg:
-                import_module(f"{self._package}.{module.name}")
+            import_module(f"{self._package}.{module.name}")
         return {name: kind() for name, kind in sorted(self._kinds.items(), key=lambda each: each[1].__module__)}
 
     def __getitem__(self, name: str) -> T:

@@ -43,7 +43,8 @@ def arguments(folder: str) -> TrainingArguments:
 def main(folder: str | None = None) -> tuple[LlamaForCausalLM, list[dict[str, float]]]:
     """Train in 10 MiB of device memory; the model, plain again, and the log."""
     with tempfile.TemporaryDirectory() as spare:
-        trainer = stowed(Trainer, gpu_memory="10MiB")(build(), arguments(folder or spare), train_dataset=rows())
+        stows = stowed(Trainer, gpu_memory="10MiB", batch=(ROWS, TOKENS))
+        trainer = stows(build(), arguments(folder or spare), train_dataset=rows())
         trainer.train()
         trainer.save_model(f"{folder or spare}/model")
     trainer.optimizer.close()

@@ -18,7 +18,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.model.build import build, load_config
-from deepstow.trainer.model.undisturbed import in_fork
+from tests.helpers.forked import in_fork
 from tests.helpers.tiny import LLAMA, run_config
 
 BIG: Mapping[str, Any] = {  # 430 MiB of fp32

@@ -10,17 +10,17 @@ import pytest
 import torch
 import transformers
 
-from deepstow.trainer.config.exporter import EXPORTERS
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
-from deepstow.trainer.run import exported, further
+from deepstow.trainer.recipes.export import graph
+from deepstow.trainer.recipes.export.exporter import EXPORTERS
+from deepstow.trainer.run import further
 from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.export import ExportError, after
 from tests.helpers.tiny import LLAMA, VOCAB
-from tests.helpers.trainers import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALONE = """
@@ -80,7 +80,7 @@ def test_the_program_is_the_model_without_transformers(program: Path) -> None:
     torch.testing.assert_close(torch.load(program / "logits.pt")[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
     card = (program / "README.md").read_text()
     assert card.startswith("---\ntags:") and 'torch.export.load("model.pt2")' in card and card.endswith("# Exact\n")
-    sources = (str(Path(exported.__file__)), transformers.__path__[0], torch.__path__[0])
+    sources = (str(Path(graph.__file__)), transformers.__path__[0], torch.__path__[0])
     content = (program / "model.pt2").read_bytes()
     assert [each for each in sources if each.encode() in content] == [], "nothing says where it was made"
 
@@ -88,7 +88,7 @@ def test_the_program_is_the_model_without_transformers(program: Path) -> None:
 def test_another_program_is_not_kept(tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_of(1).save_pretrained(tmp_path)
     other = torch.export.load(program / "model.pt2")
-    monkeypatch.setattr(exported, "program_of", lambda model: other)
+    monkeypatch.setattr(graph, "program_of", lambda model: other)
     with pytest.raises(ExportError, match="logits of the program differ by"):
         EXPORTERS["torch_export"].export(tmp_path, tmp_path, config_of(tmp_path / "run"))
 
@@ -109,7 +109,7 @@ def as_onnx(run: Path) -> Any:
 
 
 def test_onnx_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepstow.trainer.planning.from_config.find_spec", lambda name: None)
+    monkeypatch.setattr("deepstow.trainer.recipes.export.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'export.format = "onnx": needs onnx, onnxscript, onnxruntime; write pip'):
         from_config.check_options(as_onnx(tmp_path), 1)
 
@@ -130,34 +130,6 @@ def test_onnx(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
-def test_gguf_by_the_converter_that_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A stand-in for llama.cpp's: it is given the export; what ends with an error leaves no folder."""
-    tree, exact, path = config_of(tmp_path).tree(), tmp_path / "export", tmp_path / "bin" / "convert_hf_to_gguf.py"
-    config = load_tree({**tree, "export": {"format": "gguf"}})
-    exact.mkdir()
-    (exact / "manifest.json").write_text("{}")
-    monkeypatch.setenv("PATH", str(path.parent))
-    further.refuse(config)
-    further.make(config, tokenizer(), None, 0)
-    assert f"with it: convert_hf_to_gguf.py {exact} --outfile model.gguf" in capfd.readouterr().out
-    path.parent.mkdir()
-    for script, error in (
-        ("printf GGUF > $3; echo wrong >&2; exit 3", "ended with 3: wrong"),
-        ("echo x > $3", "ended with 0: it said"),
-    ):
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        with pytest.raises(ExportError, match=error):
-            further.make(config, tokenizer(), None, 0)
-        assert not (tmp_path / "export-gguf").exists()
-    path.write_text('#!/bin/sh\nprintf GGUF > "$3"; printf "$1 $5" >> "$3"\n')
-    further.make(config, tokenizer(), None, 0)
-    assert (tmp_path / "export-gguf" / "model.gguf").read_text() == f"GGUF{exact} auto"
-    assert further.missing(config) == []
-
-
 @pytest.mark.slow
 def test_a_run_leaves_one(tmp_path: Path) -> None:
     """Made again alone if it is damaged, without a step of training."""
@@ -170,7 +142,7 @@ def test_a_run_leaves_one(tmp_path: Path) -> None:
             program.write_bytes(program.read_bytes()[:-1])
         assert further.missing(config) == left
         assert runs.run(config, Ranks(), Stop()) == 0
-        assert exported.largest_difference(torch.export.load(program).module(), model) < 1e-6
+        assert graph.largest_difference(torch.export.load(program).module(), model) < 1e-6
     assert further.missing(config) == [] and (tmp_path / "metrics.jsonl").read_text() == before
     assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == further.FURTHER
     assert {path.name for path in (tmp_path / "earlier-1").iterdir()} == {"export-torch"}

@@ -340,7 +340,9 @@ def test_losses_of_a_window_that_ended_early_are_not_those_of_the_next(
         str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
         report_to="none", save_strategy="no", logging_steps=1,
     )  # fmt: skip
-    kind: Any = stowed_trainer(Trainer, order="layers", site="host", weights="streamed")
+    kind: Any = stowed_trainer(
+        Trainer, batch=(1, rows[0]["input_ids"].numel()), order="layers", site="host", weights="streamed"
+    )
     trainer = kind(build("llama"), given, train_dataset=rows, callbacks=[Stops()])
     trainer.train()
     assert windows == [2]

@@ -1,4 +1,4 @@
-"""Tasks, formats, readers, exporters and callbacks from one file outside of the tree, named in a config."""
+"""Tasks, formats, readers, exporters, recipes and callbacks from one file outside of the tree, named in a config."""
 
 import json
 from importlib.metadata import EntryPoint
@@ -67,7 +67,7 @@ def row_of(words, tags, tokenizer, model):
 ARRAYS = """
 import numpy
 from safetensors.numpy import load_file
-from deepstow.trainer.config.exporter import Exporter
+from deepstow.trainer.recipes.export.exporter import Exporter
 
 
 class Npz(Exporter):
@@ -95,6 +95,44 @@ class Tsv(Reader):
         names, *lines = path.read_text().splitlines()
         for number, line in enumerate(lines, start=2):
             yield number, dict(zip(names.split("\\t"), line.split("\\t")))
+"""
+SCALED = """
+import torch
+from deepstow.trainer.config.arguments import Section, option
+from deepstow.trainer.config.recipe import Recipe, Writer
+
+
+class Factor(Section):
+    by: float = option("What the head is multiplied by before training.", 0.5)
+    twice: bool = option("Once more.", False)
+
+
+class Scaled(Recipe):
+    section = Factor
+    language = True
+
+    def conflicts(self, sections):
+        if sections[self.name].twice and sections[self.name].by == 1:
+            yield f"recipes.{self.name}.twice", "changes nothing; leave it out"
+
+    def apply(self, model, config):
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(self.options(config).by)
+
+    def sentence(self, config):
+        return f"Its head was multiplied by {self.options(config).by} before."
+
+    def exports(self, config):
+        return {"sizes": self.options(config).model_dump()}
+
+    def writer(self, config, exact):
+        return Sizes()
+
+
+class Sizes(Writer):
+    def write(self, name, draft):
+        (draft / "sizes.txt").write_text(name)
+        return {}
 """
 CALLBACKS = """
 from pathlib import Path
@@ -138,7 +176,8 @@ SAID: dict[str, Any] = {
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """The folder of a config, with files beside it; another one than that of the command."""
-    for name, text in {"tagging": TAGGING, "arrays": ARRAYS, "answered": ANSWERED, "added": CALLBACKS}.items():
+    files = {"tagging": TAGGING, "arrays": ARRAYS, "answered": ANSWERED, "added": CALLBACKS, "scaled": SCALED}
+    for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     return tmp_path
 
@@ -237,6 +276,44 @@ def test_callbacks_go_on_and_the_card_names_them(home: Path) -> None:
     assert "`added:Count`, `added:Shrink` (it changed parameters or the optimizer)." in card
     manifest = json.loads((home / "run" / "checkpoint-4" / "manifest.json").read_text())
     assert '"code": {"added:Count": "' in json.dumps(manifest)
+
+
+def test_a_recipe(home: Path) -> None:
+    """It changes the model before training, the card says so, and what it exports is made again if it is gone."""
+    heads = []
+    for by in (1.0, 0.5, None):
+        tree = tree_of(home, output_dir=str(home / str(by)), resume_from_checkpoint="auto")
+        if by is not None:
+            tree["recipes"] = {"scaled:Scaled": {"by": by}}
+        config = config_in(home, tree)
+        assert runs.run(config, Ranks(), Stop()) == 0
+        heads.append(load_file(home / str(by) / "export" / "model.safetensors")["lm_head.weight"])
+    assert heads[0].equal(heads[2]) and not heads[1].equal(heads[2])
+    assert "Its head was multiplied by 0.5 before." in (home / "0.5" / "export" / "README.md").read_text()
+    manifest = json.loads((home / "0.5" / "checkpoint-4" / "manifest.json").read_text())
+    assert '"code": {"scaled:Scaled": "' in json.dumps(manifest)
+    (home / "1.0" / "export-sizes" / "sizes.txt").unlink()
+    tree["recipes"], tree["training"]["output_dir"] = {"scaled:Scaled": {"by": 1.0}}, str(home / "1.0")
+    assert runs.run(config_in(home, tree), Ranks(), Stop()) == 0
+    assert (home / "1.0" / "export-sizes" / "sizes.txt").read_text() == "sizes"
+
+
+@pytest.mark.parametrize(
+    ("recipes", "line"),
+    [
+        ({"scaled:Scaled": {"bye": 1.0}}, "recipes.scaled:Scaled.bye = 1.0: unknown key; did you mean 'by'"),
+        ({"scaled:Scaled": {"by": "x"}}, 'recipes.scaled:Scaled.by = "x": must be a number'),
+        ({"scaled:Scaled": {"by": 1.0, "twice": True}}, "scaled:Scaled.twice = true: changes nothing; leave it out"),
+        ({"scaled:Scale": {}}, "scaled has no Scale; did you mean 'Scaled'"),
+        ({"scaled": {}}, "is none of export, quantize, nor module:Class, as in my_module:Recipe"),
+        ({"quantize": {}}, "recipes.quantize = {}: has a section of its own; write quantize: {...}"),
+        (["scaled:Scaled"], "must be a section: indented 'module:Class: {options}' lines"),
+    ],
+)
+def test_recipes_that_are_refused(home: Path, recipes: Any, line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_options(config_in(home, {**tree_of(home), "recipes": recipes}), 1)
+    assert line in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_trainer_of_others(bits: str, base: Path) -> None:
     """A live model is planned on its first batch, and is as it was when it is closed."""
     config = config_of(base, bits)
     expected = trained(by_itself(config))
-    trainer = by_itself(config, lambda kind: stowed(kind, **TRAVELS))
+    trainer = by_itself(config, lambda kind: stowed(kind, batch=(2, 16), **TRAVELS))
     assert unlike(expected, trained(trainer)) == []
     assert {"uint8", "int8"} & leaves(trainer) and sum(unit.saved_bytes for unit in trainer.plan.facts.units)
     probe = {"input_ids": torch.arange(1, 9).unsqueeze(0)}

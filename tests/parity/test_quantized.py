@@ -168,7 +168,7 @@ def test_refused(home: Path, tmp_path: Path, section: str, change: dict[str, Any
 
 
 def test_without_the_library(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepstow.trainer.planning.from_config.find_spec", lambda name: None)
+    monkeypatch.setattr("deepstow.trainer.recipes.quantize.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         from_config.check_options(load_tree(tree_of(home, tmp_path, formats=["nf4", "int4_group"])), 1)
     for line, (name, extra) in zip(error.value.lines, {"nf4": "qlora", "int4_group": "torchao"}.items(), strict=True):

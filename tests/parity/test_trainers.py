@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainingArguments
 
 from deepstow.trainer.run import training_state
@@ -18,10 +17,12 @@ from tests.helpers.trainers import ON_POLICY, ROWS, TRAINERS, arguments, llama, 
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 TRAVEL: dict[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
+BATCH = {"batch": (2, 12)}
 
 
 def travelling(base: type) -> type:
-    return stowed(base, **TRAVEL)
+    """The arguments of TRL's Trainers say how long rows are."""
+    return stowed(base, **TRAVEL, **({} if hasattr(base, "_tag_names") else BATCH))
 
 
 # What these have beside the others is in the Trainer's or TRL's code alone: saving and planning below train the first.
@@ -37,13 +38,13 @@ def test_as_the_trainer_alone(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "GKDTrainer"])
 def test_as_the_trainer_alone_whose_student_answers(name: str, tmp_path: Path) -> None:
     """Weights that travel generate, too; the teacher is TRL's and stays where TRL has it."""
-    assert unlike(ON_POLICY[name], travelling, str(tmp_path)) == []
+    assert unlike(ON_POLICY[name], lambda base: stowed(base, **TRAVEL, **BATCH), str(tmp_path)) == []
 
 
 def test_moments_in_fewer_bits(tmp_path: Path) -> None:
     """Another result than the Trainer's alone, and not by much."""
     trainer, weights, _ = trained(
-        TRAINERS["Trainer"], lambda base: stowed(base, moments_as="int8", weights="streamed"), str(tmp_path)
+        TRAINERS["Trainer"], lambda base: stowed(base, moments_as="int8", weights="streamed", **BATCH), str(tmp_path)
     )
     assert trainer.plan.layout.moments_as == "int8"
     assert trainer.plan.facts.run.evaluation_rows == trainer.args.per_device_eval_batch_size > 0
@@ -53,15 +54,17 @@ def test_moments_in_fewer_bits(tmp_path: Path) -> None:
 
 
 def test_without_held_out_rows_no_evaluation_is_planned(tmp_path: Path) -> None:
-    trainer = stowed(Trainer)(llama(), arguments(TrainingArguments, str(tmp_path)), train_dataset=ROWS)
+    trainer = stowed(Trainer, **BATCH)(llama(), arguments(TrainingArguments, str(tmp_path)), train_dataset=ROWS)
     trainer.create_optimizer()
     assert trainer.plan.facts.run.evaluation_rows == 0
 
 
 def test_from_a_budget(tmp_path: Path) -> None:
-    """The plan knows the batch that the Trainer makes, and what the Trainer's own loss reads."""
+    """The plan knows what the Trainer's own loss reads, if it is told how the model is called."""
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    call = {"input_ids": ids, "labels": ids, "fused_lm_head": True}
     trainer, weights, _ = trained(
-        TRAINERS["SFTTrainer"], lambda base: stowed(base, gpu_memory="2000KiB"), str(tmp_path)
+        TRAINERS["SFTTrainer"], lambda base: stowed(base, gpu_memory="2000KiB", batch=call), str(tmp_path)
     )
     assert trainer.plan.facts.run.max_grad_norm == 1.0
     assert {param.name for param in trainer.plan.facts.params if param.elsewhere} == {"lm_head.weight"}
@@ -118,16 +121,6 @@ def test_optimizers_and_schedulers_of_others(tmp_path: Path) -> None:
     assert unlike(partial(stock, optimizers=of_others), travelling, str(tmp_path)) == []
 
 
-class Counts(Trainer):
-    """Its loss counts its calls."""
-
-    calls = 0
-
-    def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
-        self.calls += 1
-        return super().compute_loss(model, inputs, **more) * self.calls
-
-
 class Multiplies(Trainer):
     """Its gradients are multiplied by a factor of its own before Hugging Face's loop clips them."""
 
@@ -144,35 +137,11 @@ def test_gradients_that_a_training_step_multiplies(tmp_path: Path) -> None:
     assert unlike(make, travelling, str(tmp_path)) == []
 
 
-class Draws(Dataset[dict[str, Any]]):
-    """Rows that are drawn."""
-
-    numbers = torch.Generator().manual_seed(0)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = torch.randint(3, 40, (12,), generator=self.numbers)
-        return {"input_ids": ids, "labels": ids}
-
-
-def test_what_planning_calls_is_not_used_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A loss that counts its calls, and a part of a dataset that draws."""
-
-    def make(wrap: Callable[[type], type], folder: str) -> Any:
-        Draws.numbers.manual_seed(0)
-        return stock(wrap, folder, Counts, Subset(Draws(), range(8)))
-
-    assert unlike(make, travelling, str(tmp_path)) == []
-    assert "not counted" not in capsys.readouterr().out
-
-
 def test_a_forward_that_cannot_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It looks at a value, so the plan is made without a batch."""
 
     def make(wrap: Callable[[type], type], folder: str) -> Any:
-        trainer = stock(wrap, folder)
+        trainer = TRAINERS["SFTTrainer"](wrap, folder)
         trainer.model.model.layers[0].register_forward_hook(
             lambda module, args, out: out * int(out.numel() > out.sum())
         )
@@ -183,6 +152,16 @@ def test_a_forward_that_cannot_be_counted(tmp_path: Path, capsys: pytest.Capture
         "what backward keeps is not counted (forward cannot be counted on tensors without values: "
         "DataDependentOutputException: aten._local_scalar_dense.default)"
     ]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("SFTTrainer", 2), ("DPOTrainer", 4), ("RewardTrainer", 4)])
+def test_the_batch_of_the_arguments(name: str, rows: int, tmp_path: Path) -> None:
+    """As many rows as a call has, of as many tokens as a row may have."""
+    trainer = TRAINERS[name](travelling, str(tmp_path))
+    trainer.create_optimizer()
+    known = trainer.plan.facts
+    assert (known.run.micro_batch, known.run.sequence) == (rows, trainer.args.max_length)
+    assert sum(unit.saved_bytes for unit in known.units) > 0
 
 
 @pytest.mark.slow
@@ -209,21 +188,25 @@ def hooked(model: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("more", "line"),
     [
+        (
+            {"wrap": stowed},
+            r"batch is missing, since TrainingArguments .* write batch=\(rows, tokens\)",
+        ),
         ({"optim": "adafactor"}, "updates element by element, as .* RMSprop, SGD do, and not with Adafactor: write"),
         ({"optim": "lion_8bit"}, "Lion of a stowed trainer: parameter 0 of group 0 has optim_bits = 8 of its own"),
         (
-            {"fp16": True, "wrap": lambda base: stowed(base, update_in_backward=True), "max_grad_norm": 0.0},
+            {"fp16": True, "wrap": lambda base: stowed(base, update_in_backward=True, **BATCH), "max_grad_norm": 0.0},
             "update_in_backward=True: fp16's loss scale needs all gradients first",
         ),
         ({"bf16_full_eval": True}, "bf16_full_eval: a stowed trainer evaluates in the precision of training"),
         ({"torch_compile": True}, "torch_compile=True: weights travel in this plan"),
         ({"optimizers": hooked}, "this optimizer has step hooks"),
         (
-            {"wrap": lambda base: stowed(base, gpu_memory="10KiB")},
+            {"wrap": lambda base: stowed(base, gpu_memory="10KiB", **BATCH)},
             r"gpu_memory = .*10KiB.*needed.*write \d+KiB or more",
         ),
     ],
-    ids=["rule", "bits", "fp16", "full_eval", "compiled", "hooks", "budget"],
+    ids=["batch", "rule", "bits", "fp16", "full_eval", "compiled", "hooks", "budget"],
 )
 def test_refused(tmp_path: Path, more: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:

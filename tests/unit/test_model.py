@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from deepstow.trainer.config.sections import ModelSection, RunConfig
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import status_bytes
 from deepstow.trainer.model.build import build, load_config
-from deepstow.trainer.model.undisturbed import in_fork
 from deepstow.trainer.tasks.task import TASKS
+from tests.helpers.forked import in_fork
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
 
 UNTIED = {name: {**config, "tie_word_embeddings": False} for name, config in MODELS.items()}
@@ -120,8 +121,8 @@ def test_weights_exist_once_while_they_are_built_and_loaded(tmp_path: Path) -> N
     # Most matrices have 64 MB: memory that this process has freed is never given to them.
     large = {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 8192, "num_hidden_layers": 1}
     made(saved(tmp_path / "tiny"))  # what is loaded once is not the model's
-    random = in_fork(lambda: measured({"config": large, "tokenizer": "none"}, tmp_path / "saved"), seconds=300)
-    loaded = in_fork(lambda: measured({"name_or_path": str(tmp_path / "saved")}), seconds=300)
+    random = in_fork(partial(measured, {"config": large, "tokenizer": "none"}, tmp_path / "saved"))
+    loaded = in_fork(partial(measured, {"name_or_path": str(tmp_path / "saved")}))
     for grown, weights, _ in (random, loaded):
         assert weights > 250e6  # what else grows, 30 MB of libraries here, does not grow with it
         assert 0.8 * weights < grown < 1.5 * weights

@@ -240,7 +240,7 @@ def test_implied_strategies_are_applied_in_the_order_of_deciding(monkeypatch: py
     for name in ("buffers", "cross_entropy", "offload", "linear"):
         monkeypatch.setattr(find(name), "apply", lambda self, model, plan, name=name: seen.append(name))
     strategies = {name: find(name)() for name in ("offload", "linear")}
-    config: Any = Some(strategies=strategies, training=Some(compile_backend=None), quantize=None)
+    config: Any = Some(strategies=strategies, training=Some(compile_backend=None), switched_on=())
     model: Any = nn.Linear(2, 2)
     apply_strategies(model, config, None)  # type: ignore[arg-type]
     assert seen == ["linear", "cross_entropy", "offload", "buffers"]
@@ -249,7 +249,7 @@ def test_implied_strategies_are_applied_in_the_order_of_deciding(monkeypatch: py
 def test_a_strategy_that_drops_a_parameter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find("buffers"), "apply", lambda self, model, plan: setattr(model, "bias", None))
     monkeypatch.setattr(find("cross_entropy"), "apply", lambda self, model, plan: None)
-    config: Any = Some(strategies={"offload": find("offload")()}, training=Some(compile_backend=None), quantize=None)
+    config: Any = Some(strategies={"offload": find("offload")()}, training=Some(compile_backend=None), switched_on=())
     model: Any = nn.Linear(2, 2)
     with pytest.raises(AssertionError, match=r"strategies\.buffers renamed, reordered or dropped"):
         apply_strategies(model, config, None)  # type: ignore[arg-type]

@@ -11,13 +11,12 @@ from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe
-from deepstow.trainer.model import qat
 from deepstow.trainer.model.count_cache import name_of
 from deepstow.trainer.model.stubs import fake_tensors
 from deepstow.trainer.model.temporaries import count
 from deepstow.trainer.planning.facts import count_model
 from deepstow.trainer.planning.from_config import check_options, measure
-from deepstow.trainer.run.quantized import round_in_forward
+from deepstow.trainer.recipes.quantize import Quantize
 from deepstow.trainer.run.resume_rules import compare
 from tests.helpers.tiny import ENDS, GPT2, HEADS, LLAMA, run_config
 
@@ -62,7 +61,7 @@ def test_what_is_counted_is_what_torchao_saves(dtype: torch.dtype) -> None:
         assert all(getattr(each, "scale", None) is None for each in model.modules()), "of no use after forward"
         return found
 
-    for ours, theirs in zip(units(qat.counted), units(round_in_forward), strict=True):
+    for ours, theirs in zip(units(Quantize().counted), units(Quantize().apply), strict=True):
         assert (ours.name, ours.num_params, ours.saved_bytes) == (theirs.name, theirs.num_params, theirs.saved_bytes)
         assert ours.temporaries.forward == pytest.approx(theirs.temporaries.forward, rel=0.05)
         assert ours.temporaries.backward == theirs.temporaries.backward

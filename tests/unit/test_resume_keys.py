@@ -71,8 +71,8 @@ OUTCOMES: Mapping[str, str] = {
     "order": "training.train_sampling_strategy training.dataloader_drop_last training.dataloader_in_order",
     "batch_size": "training.per_device_train_batch_size",
     "accumulation": "training.gradient_accumulation_steps",
-    "loss": """distill distill.alpha distill.temperature distill.loss distill.top_k distill.on distill.hidden_weight
-        distill.teacher_dtype distill.teacher_batch_size training.average_tokens_across_devices
+    "loss": """recipes distill distill.alpha distill.temperature distill.loss distill.top_k distill.on
+        distill.hidden_weight distill.teacher_dtype distill.teacher_batch_size training.average_tokens_across_devices
         training.label_smoothing_factor training.neftune_noise_alpha training.beta training.loss_type
         training.precompute_ref_log_probs training.desirable_weight training.undesirable_weight
         training.center_rewards_coefficient""",

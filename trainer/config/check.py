@@ -26,6 +26,7 @@ from deepstow.strategies.core.protocol import Strategy
 from deepstow.strategies.core.registry import available, find
 from deepstow.trainer.config.arguments import REMOVED, Allowed
 from deepstow.trainer.config.conflicts import conflicts
+from deepstow.trainer.config.recipe import RECIPES
 from deepstow.trainer.config.sections import NOT_BUILT, OPTIONAL, SECTIONS, RunConfig, flat
 from deepstow.trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
 from deepstow.trainer.errors import nearest
@@ -54,19 +55,21 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
         absent = {*SECTIONS}
     for name, model in SECTIONS.items():
         if name not in absent:
-            found += _section(model, tree.get(name, {}), (name,))
+            found += section_faults(model, tree.get(name, {}), (name,))
     for name, model in OPTIONAL.items():
         if tree.get(name) is not None:
-            found += _section(model, tree[name], (name,))
+            found += section_faults(model, tree[name], (name,))
     if "task" in tree and (words := _refusal(RunConfig, RunConfig.model_fields["task"], tree["task"])):
         found.append(Fault(("task",), tree["task"], NOT_BUILT.get(str(tree["task"]), words)))
+    if tree.get("recipes") is not None:
+        found += _recipes(tree["recipes"])
     found += _strategies(tree.get("strategies"))
     if not whole:
         return [fault for fault in found if fault.value is not MISSING]
     return found + conflicts(flat(tree, [*(fault.key for fault in found), *((name,) for name in absent)]))
 
 
-def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
+def section_faults(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
     """Everything wrong with ``data``, written under the key ``at``, as a ``model``."""
     if not isinstance(data, dict):
         yield Fault(at, data, "must be a section: indented 'key: value' lines")
@@ -80,10 +83,10 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
         elif field is None:
             yield from _unknown(key, value, tuple(model.model_fields))
         elif (inner := inner_model(field.annotation)) and isinstance(value, dict) and not _listed(field.annotation):
-            yield from _section(inner, value, key)
+            yield from section_faults(inner, value, key)
         elif inner and isinstance(value, list) and value and _listed(field.annotation):
             for index, item in enumerate(value):
-                yield from _section(inner, item, (*key, str(index)))
+                yield from section_faults(inner, item, (*key, str(index)))
         elif words := _refusal(model, field, value):
             yield Fault(key, value, words)
     for name, field in model.model_fields.items():
@@ -144,7 +147,16 @@ def _strategies(section: object) -> Iterator[Fault]:
         elif options is None:
             yield Fault(key, None, "on or off? write {} to switch it on as it is, or remove the line")
         else:
-            yield from _section(find(name), options, key)
+            yield from section_faults(find(name), options, key)
+
+
+def _recipes(section: object) -> Iterator[Fault]:
+    """Of those from outside, whose options are looked at where their code may run."""
+    if not isinstance(section, dict) or not all(isinstance(options, dict) for options in section.values()):
+        yield Fault(("recipes",), section, "must be a section: indented 'module:Class: {options}' lines")
+        return
+    for name in section.keys() & {*RECIPES}:
+        yield Fault(("recipes", name), section[name], f"has a section of its own; write {name}: {{...}}")
 
 
 def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:

@@ -6,7 +6,7 @@ every comparison false, so that one mistake is never reported twice. Checks ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deepstow.strategies.core.compatibility import parts_of, values_in
@@ -14,6 +14,7 @@ from deepstow.strategies.core.optimizers import options_of
 from deepstow.strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
 from deepstow.strategies.core.registry import available, find, rules
 from deepstow.trainer.config import smaller
+from deepstow.trainer.config.recipe import RECIPES, Recipe
 from deepstow.trainer.config.yaml_file import MISSING, Fault
 from deepstow.trainer.formats.format import FORMATS
 from deepstow.trainer.tasks.task import TASKS, Task
@@ -51,18 +52,32 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
         *_compiled(m, t),
     ]
     found += smaller.conflicts(sections)
+    found += of_recipes([each for each in RECIPES.values() if sections[each.name]], sections)
     name = sections["task"].name if isinstance(sections["task"].name, str) else ""
     if name in TASKS:  # what fields others have is seen with their code
         found += _columns(d)
-    return _faults(sections, found) + of_task(TASKS.get(name), sections)
+    return faults(sections, found) + of_task(TASKS.get(name), sections)
 
 
 def of_task(task: Task | None, sections: Mapping[str, Values]) -> list[Fault]:
     """Every conflict with the task; None: it is not known yet, or wrong."""
-    return [] if task is None else _faults(sections, [*_keys_of(task, sections), *smaller.of_task(task, sections)])
+    return [] if task is None else faults(sections, [*_keys_of(task, sections), *smaller.of_task(task, sections)])
 
 
-def _faults(sections: Mapping[str, Values], found: Iterable[tuple[str, str]]) -> list[Fault]:
+def of_recipes(recipes: Sequence[Recipe], sections: Mapping[str, Values]) -> Found:
+    """Every conflict of these ``recipes`` with the other sections."""
+    m = sections["model"]
+    kept = m.lora.get("export", "adapter" if m.name_or_path else "merged") if isinstance(m.lora, dict) else "merged"
+    if kept != "merged" and (needs := next((each.name for each in recipes if each.merges), None)):
+        yield "model.lora.export", f"adapters are exported without their base, which {needs} needs; write merged"
+    for each in recipes:
+        if m.attention_mask and not each.masks:
+            yield "model.attention_mask", f"has not been compared with {each.name}; {KEEP_ONE}"
+        yield from each.conflicts(sections)
+
+
+def faults(sections: Mapping[str, Values], found: Iterable[tuple[str, str]]) -> list[Fault]:
+    """What was ``found``, with the value of each key."""
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 

@@ -87,6 +87,7 @@ def _whole_config() -> str:
     task = RunConfig.model_fields["task"]
     parts = ["## task\n", _keys_of({"task": task})]
     parts += [part for name, model in {**SECTIONS, **OPTIONAL}.items() for part in _section(f"## {name}", name, model)]
+    parts += ["## recipes\n", _keys_of({"recipes": RunConfig.model_fields["recipes"]})]
     purposes = {name: inspect.cleandoc(find(name).__doc__ or "").split("\n\n")[0] for name in available()}
     links = _table(
         ("strategy", "what it does"), ((f"[`{name}`](strategies/{name}.md)", text) for name, text in purposes.items())

@@ -81,7 +81,11 @@ def build(tree: dict[str, Any]) -> RunConfig:
     """The config of a tree in which ``check`` finds nothing."""
     strategies = {name: find(name).model_validate(options) for name, options in (tree.get("strategies") or {}).items()}
     given = {name: tree.get(name, {}) for name in SECTIONS} | {name: tree.get(name) for name in OPTIONAL}
+    given["recipes"] = tree.get("recipes") or {}
     return RunConfig.model_validate({"task": tree.get("task", "sft"), **given, "strategies": strategies})
+
+
+PLAIN: tuple[tuple[str, Any], ...] = (("task", "sft"), ("recipes", {}))  # keys that are no sections
 
 
 class _Partial(GenerateJsonSchema):
@@ -97,7 +101,7 @@ def json_schema() -> dict[str, Any]:
     strategies = create_model("Strategies", __config__={"extra": "forbid"}, **options)
     fields: dict[str, Any] = {name: (model, ...) for name, model in SECTIONS.items()}
     fields |= {name: (model | None, None) for name, model in OPTIONAL.items()}
-    fields |= {"task": (RunConfig.model_fields["task"].annotation, "sft")}
+    fields |= {name: (RunConfig.model_fields[name].annotation, default) for name, default in PLAIN}
     fields |= {"strategies": (strategies, None), "extends": (str, Field(description=EXTENDS))}
     schema = create_model("DeepStow", __config__={"extra": "forbid"}, **fields)
     return dict(schema.model_json_schema(schema_generator=_Partial))

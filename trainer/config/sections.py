@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
+from pydantic import Field, PrivateAttr, SerializeAsAny, create_model, model_validator
 
 from deepstow.strategies.core.protocol import Strategy
 from deepstow.strategies.core.resume import on_resume
@@ -29,8 +29,8 @@ from deepstow.trainer.config.arguments import (
     option,
 )
 from deepstow.trainer.config.conflicts import MAPPED, conflicts
-from deepstow.trainer.config.exporter import EXPORTERS, Exporter
-from deepstow.trainer.config.smaller_sections import DistillSection, ExportSection, PruneSection, QuantizeSection
+from deepstow.trainer.config.recipe import RECIPES, Recipe
+from deepstow.trainer.config.smaller_sections import DistillSection, PruneSection
 from deepstow.trainer.config.yaml_file import COMMAND_LINE, Key, Location, dotted, error_line, location_of, write
 from deepstow.trainer.errors import ConfigError, UserError
 from deepstow.trainer.formats.format import FORMATS, Format
@@ -274,12 +274,12 @@ def _found(registry: Registry[T], key: str, name: str, folders: tuple[Path, ...]
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
 # What is not done without them.
 OPTIONAL: Mapping[str, type[Section]] = {
-    "distill": DistillSection, "prune": PruneSection, "quantize": QuantizeSection, "export": ExportSection
+    "distill": DistillSection, "prune": PruneSection, **{name: each.section for name, each in RECIPES.items()}
 }  # fmt: skip
 
 
-class RunConfig(Section):
-    """Everything that decides a run. ``trainer/config/load.py`` makes it from files; equal configs give equal runs."""
+class _Known(Section):
+    """The sections without those of recipes."""
 
     task: TaskName = option(
         "What is learned; deepstow docs tasks has the columns that each needs.", "sft", resume="fixed"
@@ -289,8 +289,26 @@ class RunConfig(Section):
     training: TrainingSection
     distill: DistillSection | None = Field(default=None, json_schema_extra=on_resume("loss"))
     prune: PruneSection | None = Field(default=None, json_schema_extra=on_resume("pruning"))
-    quantize: QuantizeSection | None = Field(default=None, json_schema_extra=on_resume("free"))
-    export: ExportSection | None = Field(default=None, json_schema_extra=on_resume("free"))
+
+
+if TYPE_CHECKING:
+    _WithRecipes = _Known
+else:
+    _OF_RECIPES = {
+        name: (each.section | None, Field(default=None, json_schema_extra=on_resume(each.resume)))
+        for name, each in RECIPES.items()
+    }
+    _WithRecipes = create_model("_WithRecipes", __base__=_Known, **_OF_RECIPES)
+
+
+class RunConfig(_WithRecipes):
+    """Everything that decides a run. ``trainer/config/load.py`` makes it from files; equal configs give equal runs."""
+
+    recipes: dict[NonEmpty, dict[str, Any]] = option(
+        "Recipes of your own, by name or as module:Class, with their options (deepstow docs extending).",
+        {},
+        resume="loss",
+    )
     strategies: dict[str, SerializeAsAny[Strategy]] = option("Strategy by name; one that is present is on.", {})
 
     # Where each key was written; empty for a config built in Python.
@@ -355,9 +373,10 @@ class RunConfig(Section):
         return ConfigError(self.located(key, error_line(tuple(key.split(".")), value, what)))
 
     @property
-    def exporter(self) -> Exporter | None:
-        """What makes another form of the trained model. Raise ConfigError if it is from outside, and cannot be used."""
-        return self.thing(EXPORTERS, "export.format", self.export.format) if self.export else None
+    def switched_on(self) -> list[Recipe]:
+        """The recipes of this run. Raise ConfigError if one is from outside, and cannot be used."""
+        ours = [each for name, each in RECIPES.items() if getattr(self, name) is not None]
+        return ours + [self.thing(RECIPES, "recipes", name) for name in self.recipes]
 
     @model_validator(mode="before")
     @classmethod
@@ -381,6 +400,7 @@ class RunConfig(Section):
         sections: dict[str, Any] = {"task": self.task} if self.task != "sft" else {}
         present = [*SECTIONS, *(name for name in OPTIONAL if getattr(self, name) is not None)]
         sections |= {name: _without_none(getattr(self, name)) for name in present}
+        sections |= {"recipes": self.recipes} if self.recipes else {}
         return sections | {"strategies": {name: _without_none(item) for name, item in self.strategies.items()}}
 
     def dump(self) -> str:

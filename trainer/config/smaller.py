@@ -1,11 +1,11 @@
-"""Combinations of keys of the sections that make smaller models; ``conflicts.py`` says how they are found."""
+"""Combinations of keys of ``distill`` and ``prune``; ``conflicts.py`` says how they are found."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from deepstow.strategies.core.protocol import COMPILE_KEYS
+from deepstow.trainer.config.recipe import RECIPES
 from deepstow.trainer.tasks.task import Task
 from deepstow.trainer.values import KEEP_ONE, NOT_THEIRS, WRONG, Found, Values
 
@@ -13,17 +13,24 @@ NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 
 
 def conflicts(sections: Mapping[str, Values]) -> Found:
-    """Every conflict of ``distill``, ``prune``, ``quantize`` and ``export`` with the others."""
+    """Every conflict of ``distill`` and ``prune`` with the others."""
     yield from _distilled(sections)
     yield from _pruned(sections)
-    yield from _exported(sections)
+    for name in ("prune", "distill"):
+        if sections["model"].attention_mask and sections[name]:
+            yield "model.attention_mask", f"has not been compared with {name}; {KEEP_ONE}"
 
 
 def of_task(task: Task, sections: Mapping[str, Values]) -> Found:
     """What is for tasks that predict the next token alone."""
-    for name in () if task.language else ("distill", "prune", "quantize"):
-        if sections[name]:
-            yield name, f"is for task sft and pretrain, and this is {task.name}; leave it out"
+    recipes = [each.name for each in RECIPES.values() if each.language]
+    yield from language_alone(task, [name for name in ("distill", "prune", *recipes) if sections[name]])
+
+
+def language_alone(task: Task, keys: Iterable[str]) -> Found:
+    """Of ``keys`` that are for tasks that predict the next token alone."""
+    for key in () if task.language else keys:
+        yield key, f"is for task sft and pretrain, and this is {task.name}; leave it out"
 
 
 def _distilled(sections: Mapping[str, Values]) -> Found:
@@ -82,37 +89,3 @@ def _structured(p: Values, m: Values, d: Values) -> Found:
         yield "model.trust_remote_code", "cannot go with prune.method structured, which knows Transformers' own models"
     if d.streaming:
         yield "data.streaming", "cannot go with prune.method structured, which reads the first rows before training"
-
-
-def _exported(sections: Mapping[str, Values]) -> Found:
-    q, m, d = (sections[name] for name in ("quantize", "model", "data"))
-    asked = [name for name in ("quantize", "export") if sections[name]]
-    kept = m.lora.get("export", "adapter" if m.name_or_path else "merged") if isinstance(m.lora, dict) else "merged"
-    if asked and kept != "merged":
-        what = f"adapters are exported without their base, which {asked[0]} needs; write merged"
-        yield "model.lora.export", what
-    for name in ("quantize", "export", "prune", "distill"):
-        if m.attention_mask and sections[name]:
-            yield "model.attention_mask", f"has not been compared with {name}; {KEEP_ONE}"
-    if q and isinstance(q.formats, list) and len(set(q.formats)) != len(q.formats):
-        yield "quantize.formats", "must be names, all different"
-    if q and q.qat:
-        yield from _trained_for(q, sections)
-    if q and d.eval_fraction == 0 and d.eval_path is None and d.eval_split is None:
-        what = "quantize says what it costs on held-out rows; write a fraction, data.eval_split or data.eval_path"
-        yield "data.eval_fraction", what
-
-
-def _trained_for(q: Values, sections: Mapping[str, Values]) -> Found:
-    """What has not been compared with weights that are rounded in forward."""
-    m, t = sections["model"], sections["training"]
-    if isinstance(q.formats, list) and q.qat not in q.formats:
-        yield "quantize.qat", "must be one of quantize.formats, which are exported; write it there, too"
-    if q.llm_int8_skip_modules:
-        yield "quantize.llm_int8_skip_modules", f"cannot go with quantize.qat, which leaves the head out; {KEEP_ONE}"
-    others: dict[str, Any] = {f"training.{key}": t[key] for key in (*COMPILE_KEYS, "use_liger_kernel", "fp16")}
-    others |= {name: sections[name] for name in ("prune", "distill")}
-    others |= {f"model.{key}": m[key] for key in ("lora", "quantization_config")}
-    for key, value in others.items():
-        if value:
-            yield key, f"has not been compared with quantize.qat; {KEEP_ONE}"

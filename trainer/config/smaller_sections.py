@@ -1,19 +1,14 @@
-"""The sections of a config that make smaller models: ``distill``, ``prune``, ``quantize`` and ``export``."""
+"""The sections of a config that make smaller models while training: ``distill`` and ``prune``."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Section, one_of, option
-from deepstow.trainer.config.exporter import EXPORTERS
+from deepstow.trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Section, option
 
-if TYPE_CHECKING:
-    ExporterName = str
-else:
-    ExporterName = one_of(EXPORTERS)
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 KL = "forward_kl"
 
@@ -105,36 +100,3 @@ class PruneSection(Section):
     @property
     def is_structured(self) -> bool:
         return self.method == "structured"
-
-
-class QuantizeSection(Section):
-    """Export the trained model in 8 or 4 bits as well, after training (deepstow docs quantize). Needs
-    bitsandbytes, or torchao for the formats by group.
-    """
-
-    formats: Annotated[list[Literal["int8", "nf4", "fp4", "int8_group", "int4_group"]], Field(min_length=1)] = option(
-        "One export each, in export-FORMAT: 8 bits with a scale for each output, or 4 with one for each 64 weights; "
-        "by torchao, 8 or 4 with one for each group.",
-        ["nf4"],
-    )
-    group_size: Annotated[int, Field(ge=2)] = option(
-        "int8_group, int4_group: weights of an output that have a scale together.", 128, resume="qat"
-    )
-    bnb_4bit_use_double_quant: bool = option("Quantise the scales of 4-bit weights as well.", False)
-    llm_int8_skip_modules: list[NonEmpty] | None = option(
-        "Modules that are not quantised, in any format; not set means the head."
-    )
-    qat: Literal["int8_group", "int4_group"] | None = option(
-        "Quantisation-aware training: forward rounds the weights as this one of formats does; not set: it does not.",
-        resume="qat",
-    )
-
-
-class ExportSection(Section):
-    """Export the trained model in another format as well, after training (deepstow docs export)."""
-
-    format: ExporterName = option(
-        "A file for torch.export.load, one of ONNX, which takes onnx, onnxscript and onnxruntime, one of llama.cpp, by "
-        "its converter, or what an exporter of your own writes (deepstow docs extending).",
-        "torch_export",
-    )

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 # Whatever counts a model, or computes what is counted.
-COUNTING = ("trainer/model", "trainer/tasks", "strategies/engine/forward")
+COUNTING = ("trainer/model", "trainer/recipes", "trainer/tasks", "strategies/engine/forward")
 SOURCES = (
-    *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
+    *(path for folder in COUNTING for path in sorted((ROOT / folder).rglob("*.py"))),
     ROOT / "strategies/core/facts.py",
     *(ROOT / f"trainer/planning/{name}.py" for name in ("evaluation", "facts", "positions")),
     *(ROOT / f"strategies/parallel/{name}.py" for name in ("autotp", "scattered", "ulysses", "varlen")),
@@ -90,7 +90,7 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
         "code": getattr(config.chosen_task, "code", ""),  # of a task from outside
         "prune": config.prune and config.prune.is_structured and [config.prune.sparsity, config.prune.parts],
         "distill": config.distill and [config.distill.loss, config.distill.top_k, config.distill.on],
-        "qat": config.quantize and config.quantize.qat and config.quantize.group_size,
+        "recipes": {each.name: [each.counted_by(config), getattr(each, "code", "")] for each in config.switched_on},
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.max_target_length, config.data.packing],

@@ -219,9 +219,9 @@ def asked(count: ModelCount, strategies: Mapping[str, Strategy]) -> ModelCount:
 
 def saved_without_mask(config: RunConfig) -> dict[str, int]:
     """Bytes that each unit saves of full rows of one document each. Random numbers go on as if nothing was counted."""
-    from deepstow.trainer.model.undisturbed import undisturbed
+    from deepstow.strategies.engine.forward.effects import undrawn
 
-    with undisturbed():
+    with undrawn():
         return {unit.name: unit.saved_bytes for unit in counted(config, masked=False).units}
 
 
@@ -233,9 +233,12 @@ def counted(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
 def meta_model(config: RunConfig) -> Any:
     """The configured model on the meta device; one rank's part of it, where tensor ranks divide layers."""
-    from deepstow.trainer.model import liger, qat, tensor_share
+    from deepstow.trainer.model import liger, tensor_share
 
-    model: Any = liger.counted(qat.counted(_meta_model(config), config), config)
+    model: Any = _meta_model(config)
+    for recipe in config.switched_on:
+        model = recipe.counted(model, config)
+    model = liger.counted(model, config)
     positions.refuse(config, model)
     if _divided(config):
         of_ranks = run_facts(config, 1)

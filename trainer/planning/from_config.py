@@ -9,12 +9,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepstow.strategies.core.compose import compose, in_order, refusals, requirements_of
-from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.plan import Conflict, Plan, Tier
 from deepstow.strategies.core.protocol import HasBudget, MemoryRefusal, Refusal, Requirement
 from deepstow.strategies.core.sizes import SHARE, human
@@ -24,9 +22,12 @@ from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.report import full_report, short_plan
-from deepstow.trainer.config.conflicts import of_task
+from deepstow.trainer.config.check import section_faults
+from deepstow.trainer.config.conflicts import faults, of_recipes, of_task
+from deepstow.trainer.config.recipe import whole_weights
 from deepstow.trainer.config.sections import flat
-from deepstow.trainer.config.yaml_file import dotted
+from deepstow.trainer.config.smaller import language_alone
+from deepstow.trainer.config.yaml_file import Fault, dotted
 from deepstow.trainer.errors import ConfigError, TooLargeError, warning, write_line
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import peak_flops
@@ -36,10 +37,10 @@ from deepstow.trainer.model.shrink import PER_LAYER
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import facts, positions
 from deepstow.trainer.tasks.task import TASKS, only_language
+from deepstow.trainer.values import Values
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.facts import Facts
-    from deepstow.trainer.config.exporter import Exporter
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.distributed.ranks import Ranks
     from deepstow.trainer.machine.probe import Machine
@@ -188,19 +189,10 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     return TooLargeError(line, refused.tier.value, lambda: refused.needed, refused.budget)
 
 
-def _refuses_shares(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Zeros are kept, and weights rounded in forward, where torch or the engine has all of each weight on one rank."""
-    given: dict[str, Any] = {}
+def _of_prune(config: RunConfig, world_size: int) -> Iterator[Refusal]:
+    """Zeros are kept where torch or the engine has all of each weight on one rank."""
     if config.prune is not None and not config.prune.is_structured:
-        given["prune"] = config.prune.model_dump(exclude_unset=True)
-    if config.quantize is not None and config.quantize.qat is not None:
-        given["quantize.qat"] = config.quantize.qat
-    for key, value in given.items():
-        if world_size > 1:
-            yield Refusal(key, value, f"is for one rank so far, and there are {world_size}; leave it out")
-        elif Requirement.DEEPSPEED in requirements_of(config.strategies):
-            what = "DeepSpeed's engine has the weights; write strategies.offload, or leave strategies.zero out"
-            yield Refusal(key, value, what)
+        yield from whole_weights(config, world_size, "prune", config.prune.model_dump(exclude_unset=True))
 
 
 def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
@@ -224,11 +216,6 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         if on_cpu and config.training.fp16 and Requirement.DEEPSPEED not in requirements_of(config.strategies):
             cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
             found.append(Refusal("training.fp16", True, cure))
-    for name, extra in (("bitsandbytes", "qlora"), ("torchao", "torchao")) if installed else ():
-        formats = config.quantize.formats if config.quantize else []
-        asked = [each for each in formats if each.endswith("_group") == (name == "torchao")]
-        if asked and find_spec(name) is None:
-            found.append(Refusal("quantize.formats", asked, needs(name, extra)))
     compiles = config.training.compile_key
     if installed and compiles and config.training.compile_backend:
         from deepstow.strategies.engine.forward import compiled
@@ -239,28 +226,32 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         facts.refuse(config, found)
     task = config.chosen_task
     of_strategies = [*refusals(config.strategies, facts.run_facts(config, world_size))]
-    found = [*task.refusals(config), *of_strategies, *_refuses_shares(config, world_size), *found]
+    found = [*task.refusals(config), *of_strategies, *_of_prune(config, world_size), *found]
     facts.refuse(config, found)
-    if config.task not in TASKS and (faults := of_task(task, flat(config.tree()))):
-        raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in faults)
-    if config.exporter is not None:
-        facts.refuse(config, [*_of_exporter(config, config.exporter, installed=installed)])
+    if config.task not in TASKS and (of_it := of_task(task, flat(config.tree()))):
+        raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in of_it)
+    _refuse_recipes(config, world_size, installed=installed)
     with config.placing():
         for part in config.data.parts():
             part.asked_format()
             part.asked_reader()
 
 
-def _of_exporter(config: RunConfig, exporter: Exporter, *, installed: bool) -> Iterator[Refusal]:
-    assert config.export is not None
-    key, name = "export.format", config.export.format
-    absent = [each for each in exporter.packages if find_spec(each) is None] if installed else []
-    if absent:
-        yield Refusal(key, name, f"needs {', '.join(absent)}; write pip install {' '.join(absent)}, or torch_export")
-    if exporter.language and not config.chosen_task.language:
-        yield Refusal(key, name, f"is for tasks that predict the next token, and this is {config.task}; leave it out")
-    if exporter.place in (config.quantize.formats if config.quantize else ()):
-        yield Refusal(key, name, f"writes export-{exporter.place}, which quantize writes; give it another folder")
+def _refuse_recipes(config: RunConfig, world_size: int, *, installed: bool) -> None:
+    """Raise ConfigError for what a recipe cannot do in such a run; of those from outside first for their options."""
+    on, found = config.switched_on, list[Fault]()
+    others = [each for each in on if each.name in config.recipes]
+    for each in others:
+        found += section_faults(each.section, config.recipes[each.name], ("recipes", each.name))
+    if others and not found:
+        given = {each.name: Values(each.options(config).model_dump()) for each in others}
+        sections = flat(config.tree()) | given | {"recipes": Values(given)}
+        found += faults(sections, of_recipes(others, sections))
+        alone = [f"recipes.{each.name}" for each in others if each.language]
+        found += faults(sections, language_alone(config.chosen_task, alone))
+    if found:
+        raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in found)
+    facts.refuse(config, [one for each in on for one in each.refusals(config, world_size, installed=installed)])
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
@@ -274,8 +265,8 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
     if known.run.slices > 1:
         raise ConfigError("--measure: blocks of a slice of a row cannot be timed by themselves; a run times its own")
-    if config.quantize is not None and config.quantize.qat is not None:
-        raise ConfigError("--measure: blocks are timed without the rounding of quantize.qat; a run times its own")
+    if why := next(filter(None, (each.not_timed(config) for each in config.switched_on)), ""):
+        raise ConfigError(f"--measure: {why}; a run times its own")
     if known.run.tensor > 1 and config_of(config).model_type not in IN_SLICES:
         what = f"blocks of {config_of(config).model_type} cannot be built as wide as those of a rank"
         raise ConfigError(f"--measure: {what}; without strategies.tensor they can be timed")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
@@ -304,13 +304,33 @@ def _on_fakes(model: nn.Module, batch: Batch, autocast: torch.dtype | None) -> I
     from deepstow.strategies.engine.tensors.quantised import counted_with
     from deepstow.trainer.model import liger
     from deepstow.trainer.model.stubs import fake_tensors, faked
-    from deepstow.trainer.model.undisturbed import undisturbed
 
     if liger.computes(model):  # before a GPU is given addresses that are not there
         raise NotImplementedError("Liger's kernels need values")
-    with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor), faked(model):
+    with _restored(model), fake_tensors() as mode, counted_with(model, mode.from_tensor), faked(model):
         inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
         yield under_autocast(lambda: model(**inputs), autocast, _device_of(model).type)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards random numbers and the attributes of modules are as before, with what dicts and lists in them hold."""
+    from deepstow.strategies.engine.forward.effects import source, undrawn
+
+    with ExitStack() as undo, undrawn():
+        for module in model.modules():
+            for value in (vars(module), *vars(module).values()):
+                if isinstance(value, dict | list):
+                    undo.callback(_fill, value, value.copy())
+                elif (generator := source(value)) is not None:
+                    get, put = generator
+                    undo.callback(put, get())
+        yield
+
+
+def _fill(value: Any, content: Any) -> None:
+    value.clear()
+    (value.update if isinstance(value, dict) else value.extend)(content)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -318,15 +338,19 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of forward, with tensors on the model's device. (rows, tokens) stands for ids, labels and,
-    where it takes one, the mask of padded rows, with which attention keeps the most.
+    """The keyword arguments of forward, with tensors on the model's device. (rows, tokens) stands for ids, for
+    labels unless they are one for a row, and, where it takes one, for the mask of padded rows, with which attention
+    keeps the most.
     """
     import torch
 
     device = _device_of(model)
     if isinstance(batch, tuple):
         takes = inspect.signature(model.forward).parameters
-        names = ["input_ids", "labels", *(["attention_mask"] if "attention_mask" in takes else [])]
+        head: Any = getattr(model, "get_output_embeddings", lambda: model)
+        by_token = head() is not None
+        given_too = {"labels": by_token, "attention_mask": "attention_mask" in takes}
+        names = ["input_ids", *(name for name, is_given in given_too.items() if is_given)]
         batch = {name: torch.empty(batch, dtype=torch.long, device="meta") for name in names}
     given = {value for value in batch.values() if isinstance(value, torch.Tensor)}  # one by two names stays one
     made = {value: torch.empty_like(value, device=device) for value in given}

@@ -285,8 +285,9 @@ def about(session: Session, stage: Stage | None, model: PreTrainedModel) -> Abou
 def code_of(session: Session) -> dict[str, str]:
     """The hash of the file of each thing from outside that decides the result, by its name in the config."""
     data = session.config.data.parts()
-    things = [
+    things: list[Any] = [
         session.config.chosen_task,
+        *session.config.switched_on,
         *(part.asked_format() for part in data),
         *(part.asked_reader() for part in data),
     ]

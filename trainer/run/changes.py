@@ -13,7 +13,6 @@ from deepstow.strategies.engine.forward.compiled import compile_blocks
 from deepstow.strategies.engine.tensors.quantised import is_quantised
 from deepstow.strategies.parallel.tensor_shards import Shard
 from deepstow.trainer.model.build import with_lora
-from deepstow.trainer.run.quantized import round_in_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,10 +65,11 @@ def to_compute(weights: PreTrainedModel, plan: Plan) -> None:
 
 
 def apply_strategies(weights: PreTrainedModel, config: RunConfig, plan: Plan) -> None:
-    """Let linear layers round their weights, and compile blocks, if the config says so; then let each strategy and
-    those that it implies change the model, in the order of deciding. Names stay the same.
+    """Let recipes change the model, and compile blocks, if the config says so; then let each strategy and those that it
+    implies change the model, in the order of deciding. Names stay the same.
     """
-    round_in_forward(weights, config)
+    for recipe in config.switched_on:
+        recipe.apply(weights, config)
     if (backend := config.training.compile_backend) is not None:
         compile_blocks(weights, backend)
     for name, strategy in in_order(config.strategies).items():

@@ -37,7 +37,7 @@ from deepstow.strategies.parallel.tensor_shards import whole_shape
 from deepstow.strategies.state.commit import inside, replaced_folder, same_modes
 from deepstow.strategies.state.sealed import seal, size_and_hash
 from deepstow.trainer.data.sources import is_on_hub
-from deepstow.trainer.model import apart, attention, build, hub, qat, quantise
+from deepstow.trainer.model import apart, attention, build, hub, quantise
 from deepstow.trainer.model.adapters import merged, round_base
 from deepstow.trainer.model.mapped import Spilled
 from deepstow.trainer.run import disk, structured
@@ -316,7 +316,8 @@ def model_card(
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
         used.pop("peft", None)
-    said = (attention.sentence(config.model), structured.sentence(smaller), qat.sentence(config))
+    recipes = [recipe.sentence(config) for recipe in config.switched_on]
+    said = (attention.sentence(config.model), structured.sentence(smaller), *recipes)
     source = ", ".join(dict.fromkeys(_source(one.path, one.name) for one in data.parts()))
     parts = [
         f"# {Path(config.training.output_dir).name}",

@@ -7,21 +7,21 @@ rank, once training has left the device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.state.commit import replaced_folder, same_modes
 from deepstow.strategies.state.sealed import MANIFEST, intact, seal, size_and_hash
+from deepstow.trainer.config.recipe import Writer
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.registry import codes
-from deepstow.trainer.run import earlier, quantized
+from deepstow.trainer.run import earlier
 from deepstow.trainer.run.earlier import FURTHER
-from deepstow.trainer.run.export import after
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
+    from deepstow.trainer.config.recipe import Exact, Recipe
     from deepstow.trainer.config.sections import RunConfig
 
 
@@ -32,66 +32,60 @@ def folder_of(config: RunConfig, name: str) -> Path:
 
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError for what cannot be made of the model."""
-    if config.export and config.exporter and (what := config.exporter.refuse(config)):
-        raise config.error("export.format", config.export.format, what)
-    quantized.refuse(config)
+    for recipe in config.switched_on:
+        recipe.refuse(config)
+
+
+def names(config: RunConfig) -> list[str]:
+    """Those that are asked for."""
+    return [name for recipe in config.switched_on for name in recipe.exports(config)]
 
 
 def missing(config: RunConfig) -> list[str]:
     """Those that are asked for and are not there, whole and made of the export that is there."""
-    names: list[str] = [*config.quantize.formats] if config.quantize else []
-    names += [config.exporter.place] if config.exporter else []
-    return [name for name in names if not _is_whole(config, name)]
+    return [name for recipe in config.switched_on for name in _missing(config, recipe)]
 
 
-def _exact(config: RunConfig) -> Path:
+def _missing(config: RunConfig, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """What decides each that ``recipe`` has to make."""
+    found, code = dict[str, dict[str, Any]](), codes([recipe])
+    for name, by_recipe in recipe.exports(config).items():
+        own = dict(by_recipe) | ({"recipe": code} if code else {})
+        with suppress(OSError):  # there is no exact one
+            if intact(folder_of(config, name), FURTHER, {"decided by": _decided(config, own)}):
+                continue
+        found[name] = own
+    return found
+
+
+def exact_of(config: RunConfig) -> Path:
+    """Where the exact export is."""
     return Path(config.training.output_dir) / "export"
 
 
-def _decides(config: RunConfig, name: str) -> dict[str, Any]:
-    exporter = config.exporter if config.exporter and config.exporter.place == name else None
-    section = config.export if exporter else config.quantize
-    assert section is not None
-    code = codes([exporter])
-    own = {"code": code} if code else {}
-    return {"of": size_and_hash(_exact(config) / MANIFEST)[1], **section.model_dump(exclude={"formats"}), **own}
+def _decided(config: RunConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides an export: the exact one, and what its recipe says."""
+    return {"of": size_and_hash(exact_of(config) / MANIFEST)[1], **own}
 
 
-def _is_whole(config: RunConfig, name: str) -> bool:
-    try:
-        return intact(folder_of(config, name), FURTHER, {"decided by": _decides(config, name)})
-    except OSError:
-        return False
-
-
-def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | None, budget: int) -> None:
-    """Make what is missing; ``rows`` are evaluated, ``budget``: bytes of the device. Raise ExportError if one is not
-    what was made, after reloading.
-    """
-    names, exact, report = missing(config), _exact(config), None
-    for name in names:
-        exporter = config.exporter if config.exporter and config.exporter.place == name else None
-        if exporter and (line := exporter.waits(exact)):
-            write_line(f"export: {line}")
+def make(config: RunConfig, exact: Exact) -> None:
+    """Make what is missing. Raise ExportError if one is not what was made, after reloading."""
+    output, writers = Path(config.training.output_dir), list[Writer]()
+    for recipe in config.switched_on:
+        absent = _missing(config, recipe)
+        if not absent:
             continue
-        if exporter is None and report is None:
-            assert rows is not None
-            report = quantized.Report(config, exact, tokenizer, rows, budget)
-        folder = Path(config.training.output_dir)
-        if aside := earlier.move_aside([folder_of(config, name)], folder, overwrite=config.training.overwrite):
-            write_line(f"the {folder_of(config, name).name} of before is now in {aside}")
-        with replaced_folder(folder_of(config, name)) as draft:
-            about: dict[str, Any] = {}
-            if exporter is not None:
-                said = exporter.export(exact, draft, config)
-                if said:
-                    after(exact, said).save(draft / "README.md")
-            elif report is not None:
-                about["perplexity"] = report.make(name, draft)
-            tokenizer.save_pretrained(draft)
-            same_modes(draft)
-            seal(draft, FURTHER, {"decided by": _decides(config, name), **about})
-        if getattr(exporter, "code", None):
-            write_line(f"export: {folder_of(config, name)}, by {name}")
-    if report is not None:
-        report.say()
+        writer = recipe.writer(config, exact)
+        writers.append(writer)
+        for name, own in absent.items():
+            folder = folder_of(config, name)
+            if aside := earlier.move_aside([folder], output, overwrite=config.training.overwrite):
+                write_line(f"the {folder.name} of before is now in {aside}")
+            with replaced_folder(folder) as draft:
+                about = writer.write(name, draft)
+                exact.tokenizer.save_pretrained(draft)
+                same_modes(draft)
+                seal(draft, FURTHER, {"decided by": _decided(config, own), **about})
+            writer.wrote(name, folder)
+    for writer in writers:
+        writer.end()

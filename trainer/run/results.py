@@ -14,12 +14,12 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.sizes import human
+from deepstow.trainer.config.recipe import Exact
 from deepstow.trainer.errors import DiskFails, write_line
 from deepstow.trainer.model import attention
 from deepstow.trainer.planning.from_config import budget_of
 from deepstow.trainer.run import disk, earlier, export, finished, further
 from deepstow.trainer.run.callbacks import SAID, of_best, perplexity
-from deepstow.trainer.run.quantized import exact_again
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -63,7 +63,8 @@ def finish(session: Session, trainer: Trainer, together: Agreement) -> None:
             return about
 
     about = together.on_first(session.ranks.rank, make_way)
-    exact_again(trainer.model, session.config)
+    for recipe in session.config.switched_on:
+        recipe.after_training(trainer.model, session.config)
     smaller = session.smaller.folder if session.smaller is not None else None
     with exporting(session):
         callbacks = session.user_callbacks.sentence()
@@ -102,8 +103,8 @@ def following(config: RunConfig) -> str:
 
 def export_further(session: Session, together: Agreement) -> None:
     """Make what else the config exports, on the first rank, once training has left the device."""
-    if session.config.quantize is None and session.config.export is None:
+    config = session.config
+    if not further.names(config):
         return
-    budget = budget_of(session.config, session.plan)
-    work = partial(further.make, session.config, session.tokenizer, session.prepared.eval, budget)
-    together.on_first(session.ranks.rank, work)
+    exact = Exact(further.exact_of(config), session.tokenizer, session.prepared.eval, budget_of(config, session.plan))
+    together.on_first(session.ranks.rank, partial(further.make, config, exact))

@@ -24,6 +24,7 @@ from deepstow.strategies.core.registry import available, find
 from deepstow.strategies.core.resume import rule_at
 from deepstow.trainer.config.arguments import REMOVED
 from deepstow.trainer.config.check import inner_model
+from deepstow.trainer.config.recipe import RECIPES
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.run import same_rows
 from deepstow.trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
@@ -133,9 +134,11 @@ def compare(
             found = [each for each in found if each.key != ACCUMULATION]
             if (count := same_rows.micro_batches(now, ranks[1])) > 2:
                 said.append(f"the same rows in an update; its {count} micro-batches may be added up in another order")
-    rounds = any((tree.get("quantize") or {}).get("qat") for tree in (saved, now))
     for key, rule, old, new in found:
-        if rule == "free" or (rule == "qat" and not rounds) or (rule == "evaluations" and schedule not in FOLLOWS_LOSS):
+        if rule == "free" or (rule == "evaluations" and schedule not in FOLLOWS_LOSS):
+            continue
+        recipe = RECIPES.get(key.partition(".")[0])
+        if recipe and not recipe.changes(key, *(tree.get(recipe.name) or {} for tree in (saved, now))):
             continue
         if rule == "sums":
             rule = "said"

@@ -2,7 +2,7 @@
 
 The engine holds weights, gradients and optimizer state. A Trainer would move the model to the device, clip gradients
 that are not in ``param.grad``, average them over the ranks again, and copy the whole optimizer state to save it. The
-subclass overrides only that. It plans from the Trainer's own arguments and from the first batch that the Trainer makes.
+subclass overrides only that. It plans from the Trainer's own arguments.
 
 Invariant. The result has the bits of the Trainer alone, in the precision of model and arguments: fp32 weights stay fp32
 and are autocast with ``bf16=True`` or ``fp16=True``. A model loaded in bf16 gets fp32 masters, which plain training
@@ -15,14 +15,11 @@ together with the engine, one process with several devices, compiled models whos
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import broadcast_object_list
-from torch.utils._pytree import tree_map_only
 
 from deepstow.strategies.core.optimizers import STATE
 from deepstow.strategies.core.protocol import Refusal
@@ -33,7 +30,6 @@ from deepstow.strategies.engine.updating.optim import class_of
 from deepstow.trainer.errors import CountingError, first_line, write_line
 from deepstow.trainer.execution.base import Execution
 from deepstow.trainer.execution.stowed import Stowed
-from deepstow.trainer.model.undisturbed import ForkError, in_fork, undisturbed
 from deepstow.trainer.planning.plan_for import plan_for, shape_of
 from deepstow.trainer.run import training_state
 from deepstow.trainer.run.accelerator import StowAccelerator
@@ -47,8 +43,8 @@ def stowed(base: type, **options: Any) -> type:
 
     Args:
         options: of ``plan_for``, except those that the Trainer's arguments decide: ``gpu_memory`` and
-            ``host_memory`` ("20GiB", a share such as 0.8), ``batch`` (by default the Trainer's first batch),
-            ``recompute``, and those of ``strategies.offload``.
+            ``host_memory`` ("20GiB", a share such as 0.8), ``batch`` (by default ``max_length`` tokens of as many
+            rows as a device takes at a time), ``recompute``, and those of ``strategies.offload``.
 
     Raises:
         TypeError: ``base`` is not a Trainer, or an option is one that its arguments decide.
@@ -168,9 +164,9 @@ class StowedTrainer:
         return plan
 
     def _plan(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
-        """With the batch of the options, or the Trainer's first one; without, if forward cannot be counted on that."""
+        """With the batch of the options, or of the Trainer's arguments; without, if forward cannot be counted on it."""
         if "batch" not in options:
-            options = {**options, "batch": self._first_call()}
+            options = {**options, "batch": self._batch()}
         args = self.args
         if getattr(self, "eval_dataset", None) is None:
             options = {"eval_rows": 0, **options}
@@ -185,43 +181,23 @@ class StowedTrainer:
             if "batch" in self.stow_options:
                 raise
             assert error.__cause__ is not None
-            self._not_counted(f"forward cannot be counted on tensors without values: {first_line(error.__cause__)}")
+            if args.process_index == 0:
+                why = f"forward cannot be counted on tensors without values: {first_line(error.__cause__)}"
+                write_line(f"what backward keeps is not counted ({why})")
             return plan_for(self.model, groups, **{**options, "batch": None})
 
-    def _not_counted(self, why: str) -> None:
-        if self.args.process_index == 0:
-            write_line(f"what backward keeps is not counted ({why})")
-
-    def _first_call(self) -> dict[str, Any] | None:
-        """The keyword arguments of the first rank's first call of the model; None if it cannot be found out.
-
-        The run is not disturbed: rows are made in a fork, and what the loss does before it calls the
-        model is undone (``undisturbed.py``).
+    def _batch(self) -> tuple[int, int]:
+        """Rows and tokens of the largest call of the model, by the Trainer's arguments. Raise ValueError if they do not
+        say how long rows are.
         """
-        packed: bytes | None = None
-        try:
-            with undisturbed(self, self.model), self.model.register_forward_pre_hook(_stop_at_call, with_kwargs=True):
-                self.compute_loss(self.model, self._prepare_inputs(in_fork(self._first_rows)))  # type: ignore[attr-defined]
-        except _Called as call:
-            packed = call.packed
-        except ForkError as error:
-            self._not_counted(f"{error}; say it with batch=")
-        except Exception as error:  # a loss can raise anything; planning goes on without a batch
-            self._not_counted(f"{first_line(error)}; say it with batch=")
-        if self.args.world_size > 1:
-            (packed,) = broadcast_object_list([packed])
-        return None if packed is None else pickle.loads(packed)
-
-    def _first_rows(self) -> Any:
-        """A batch as the Trainer collates it, of the first rows of its dataset."""
-        dataset: Any = self.train_dataset  # type: ignore[attr-defined]
-        collate = self.data_collator  # type: ignore[attr-defined]
-        if hasattr(dataset, "column_names"):
-            dataset = self._remove_unused_columns(dataset, description="training")  # type: ignore[attr-defined]
-        else:
-            collate = self._get_collator_with_removed_columns(collate, description="training")  # type: ignore[attr-defined]
-        count = min(self.args.per_device_train_batch_size, len(dataset))
-        return collate([dataset[index] for index in range(count)])
+        args = self.args
+        if not getattr(args, "max_length", None):
+            raise ValueError(
+                f"batch is missing, since {type(args).__name__} says no max_length: write batch=(rows, tokens) of the "
+                f"largest call of the model, or batch=None to count nothing of what backward keeps"
+            )
+        pairs = "Preference" in type(self.data_collator).__name__  # type: ignore[attr-defined]  # TRL's: two for a row
+        return args.per_device_train_batch_size * (2 if pairs else 1), args.max_length
 
     def _refuse_others(self) -> None:
         """Raise ValueError if an argument of the Trainer cannot be combined with the engine."""
@@ -304,19 +280,6 @@ class _WithCheckpoints(StowedTrainer):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif said := training_state.load_random_state(self, Path(checkpoint)):
             write_line(said)
-
-
-class _Called(BaseException):
-    """Raised by the first call of the model, with its keyword arguments; None if it has positional ones, too."""
-
-    def __init__(self, packed: bytes | None) -> None:
-        super().__init__()
-        self.packed = packed
-
-
-def _stop_at_call(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    on_cpu = tree_map_only(torch.Tensor, torch.Tensor.cpu, kwargs)
-    raise _Called(None if args else pickle.dumps(on_cpu))
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:

@@ -137,6 +137,18 @@ class Snapshot(AbstractContextManager[None]):
             put(state)
 
 
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Random numbers go on afterwards as if nothing inside had drawn any: torch's, Python's and NumPy's."""
+    states = [get() for get, _ in GLOBAL]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for (_, put), state in zip(GLOBAL, states, strict=True):
+            put(state)
+
+
 PLAIN = {bool, int, float, str, type(None), set, dict, OrderedDict}  # most attributes of a module
 NUMBERS = {bool, int, float}
 SIZED = {list, dict, set, OrderedDict}

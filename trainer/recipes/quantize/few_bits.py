@@ -13,7 +13,7 @@ machine without the library, and widths that groups do not divide.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,38 +26,37 @@ from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory.accelerator import device_of
 from deepstow.strategies.engine.tensors.quantised import keep_packing
 from deepstow.strategies.report.table import table
+from deepstow.trainer.config.recipe import Writer
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.errors import write_line
-from deepstow.trainer.model.qat import layers_of
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import evaluation
 from deepstow.trainer.planning.streamed import placed, plan_within
+from deepstow.trainer.recipes.quantize.qat import layers_of
 from deepstow.trainer.run import export
 from deepstow.trainer.run.callbacks import perplexity
 from deepstow.trainer.tasks.task import loaded, scores
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from deepstow.strategies.core.plan import Plan
+    from deepstow.trainer.config.recipe import Exact
     from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.recipes.quantize import QuantizeSection
 
 BITS = {"int8": 8, "nf4": 4, "fp4": 4, "int8_group": 8, "int4_group": 4}
 
 
-class Report:
-    """Makes exports in few bits of the ``exact`` one, and says what each costs over ``rows``. ``budget``: bytes of the
-    device.
-    """
+class Report(Writer):
+    """Makes exports in few bits, and says what each costs over the held-out rows."""
 
-    def __init__(
-        self, config: RunConfig, exact: Path, tokenizer: PreTrainedTokenizerBase, rows: Dataset, budget: int
-    ) -> None:
-        pad = tokenizer.pad_token_id
-        assert isinstance(pad, int)
-        self._config, self._exact, self._rows, self._size = config, exact, rows, size_of(exact)
+    def __init__(self, config: RunConfig, asked: QuantizeSection, given: Exact) -> None:
+        pad, exact, budget = given.tokenizer.pad_token_id, given.folder, given.budget
+        assert isinstance(pad, int) and given.rows is not None
+        self._config, self._asked, self._exact, self._rows = config, asked, exact, given.rows
+        self._size = size_of(exact)
         self._collate = Collator(pad, config.data.packing)
         device = device_of("cpu" if config.training.use_cpu else None)
         self._device = device if self._size <= budget else torch.device("cpu")  # few bits are no more than all
@@ -72,12 +71,10 @@ class Report:
         batches = ([self._rows[at] for at in range(start, min(start + size, len(self._rows)))] for start in starts)
         return perplexity(mean_loss(call, map(self._collate, batches)))
 
-    def make(self, name: str, draft: Path) -> tuple[float, float]:
-        """Quantise, save, reload and compare; returns perplexity before and after. Raise ExportError if what is opened
-        again is another model.
-        """
+    def write(self, name: str, draft: Path) -> Mapping[str, Any]:
+        """Quantise, save, reload and compare; returns perplexity before and after."""
         task, where = self._config.chosen_task, self._device
-        options = {"quantization_config": config_for(self._config, name), "device_map": {"": str(where)}}
+        options = {"quantization_config": config_for(self._config, self._asked, name), "device_map": {"": str(where)}}
         model = _load(self._config, self._exact, **options)
         words = model.get_input_embeddings().num_embeddings
         probe = task.probe((torch.arange(export.PROBE_TOKENS) * 7919 % words)[None])
@@ -93,39 +90,33 @@ class Report:
         again = export.reload(draft, task, trust_remote_code=self._config.model.trust_remote_code)
         tolerance = export.EIGHT_TOLERANCE if name == "int8" else export.HALF_TOLERANCE
         export.compare(again, dict(model.state_dict()), probe, logits, tolerance, names=True)
-        asked = self._config.quantize
-        is_for = asked is not None and asked.qat == name
+        is_for = self._asked.qat == name
         self._lines.append((f"{name}{', trained for' * is_for}", human(size_of(draft)), f"{after:.1f}"))
         _card(self._exact, name, is_for, (self._size, size_of(draft)), (self._before, after)).save(draft / "README.md")
-        return self._before, after
+        return {"perplexity": (self._before, after)}
 
-    def say(self) -> None:
+    def end(self) -> None:
         """Print the table."""
         write_line("\n".join(table(("export", "weights", "perplexity"), self._lines, {"weights", "perplexity"})))
 
 
-def refuse(config: RunConfig) -> None:
+def refuse(config: RunConfig, asked: QuantizeSection) -> None:
     """Raise ConfigError if groups of weights do not divide the inputs of a linear layer, or torchao knows none."""
-    asked = config.quantize
-    if asked is None or not any(name.endswith("_group") for name in asked.formats):
-        return
     with torch.device("meta"):
         model = loaded(config.chosen_task.model_class).from_config(
             config_of(config), trust_remote_code=config.model.trust_remote_code
         )
-    layers_of(model, config)
+    layers_of(model, config, asked)
 
 
-def round_in_forward(model: PreTrainedModel, config: RunConfig) -> None:
-    """Let torchao replace linear layers of ``model`` by such as round their weights, if ``quantize.qat`` is set."""
-    asked = config.quantize
-    if asked is None or asked.qat is None:
-        return
+def round_in_forward(model: PreTrainedModel, config: RunConfig, asked: QuantizeSection) -> None:
+    """Let torchao replace linear layers of ``model`` by such as round their weights."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
 
-    layers = layers_of(model, config)
-    how: Any = config_for(config, asked.qat).quant_type
+    assert asked.qat is not None
+    layers = layers_of(model, config, asked)
+    how: Any = config_for(config, asked, asked.qat).quant_type
     quantize_(model, QATConfig(how, step="prepare"), filter_fn=lambda module, name: name in layers)
     for name in layers:
         model.get_submodule(f"{name}.weight_fake_quantizer").register_forward_hook(_forget)
@@ -138,14 +129,6 @@ def _forget(rounding: Any, *_: object) -> None:
     rounding.scale = rounding.zero_point = None
 
 
-def exact_again(model: PreTrainedModel, config: RunConfig) -> None:
-    """Let ``model`` compute with the exact weights, once training is over."""
-    if config.quantize is not None and config.quantize.qat is not None:
-        from torchao.quantization.qat.linear import disable_linear_fake_quant
-
-        model.apply(disable_linear_fake_quant)
-
-
 def _plan(model: Any, budget: int) -> Plan | None:
     """The plan that streams the exact model, or None where it fits; what cannot be streamed runs as it is."""
     try:
@@ -154,19 +137,18 @@ def _plan(model: Any, budget: int) -> Plan | None:
         return None
 
 
-def config_for(config: RunConfig, name: str) -> Any:
+def config_for(config: RunConfig, asked: QuantizeSection, name: str) -> Any:
     """Hugging Face's ``BitsAndBytesConfig`` or ``TorchAoConfig`` of a format."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
-    assert config.quantize is not None
     if name.endswith("_group"):
         from torchao.quantization import IntxWeightOnlyConfig
         from torchao.quantization.granularity import PerGroup
 
-        dtype, group = getattr(torch, f"int{BITS[name]}"), PerGroup(config.quantize.group_size)
-        leaves = config.quantize.llm_int8_skip_modules
+        dtype, group = getattr(torch, f"int{BITS[name]}"), PerGroup(asked.group_size)
+        leaves = asked.llm_int8_skip_modules
         return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=dtype, granularity=group), modules_to_not_convert=leaves)
-    skip = {"llm_int8_skip_modules": config.quantize.llm_int8_skip_modules}
+    skip = {"llm_int8_skip_modules": asked.llm_int8_skip_modules}
     if BITS[name] == 8:
         return BitsAndBytesConfig(load_in_8bit=True, **skip)
     computes = torch.bfloat16 if config.training.bf16 or config.model.dtype == "bfloat16" else torch.float32
@@ -174,7 +156,7 @@ def config_for(config: RunConfig, name: str) -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type=name,
         bnb_4bit_compute_dtype=computes,
-        bnb_4bit_use_double_quant=config.quantize.bnb_4bit_use_double_quant,
+        bnb_4bit_use_double_quant=asked.bnb_4bit_use_double_quant,
         **skip,
     )
 

@@ -1,4 +1,4 @@
-"""What makes another form of the trained model; those of the tree are in ``trainer/run/exporters``."""
+"""What makes another form of the trained model; those of the tree are in ``programs.py``."""
 
 from __future__ import annotations
 
@@ -35,10 +35,6 @@ class Exporter:
         """What cannot work, before any weight is loaded; empty if nothing is known."""
         return ""
 
-    def waits(self, exact: Path) -> str:
-        """A line if something is not there, so that it cannot be made now, and the run ends well; empty if it can."""
-        return ""
-
     @needed
     def export(self, exact: Path, out: Path, config: RunConfig) -> str:
         """Write the form of the model in folder ``exact``, as ``from_pretrained`` opens it, into the empty folder
@@ -47,4 +43,4 @@ class Exporter:
         raise NotImplementedError
 
 
-EXPORTERS: Registry[Exporter] = Registry(Exporter, "deepstow.exporters", "deepstow.trainer.run.exporters")
+EXPORTERS: Registry[Exporter] = Registry(Exporter, "deepstow.exporters", "deepstow.trainer.recipes.export.programs")

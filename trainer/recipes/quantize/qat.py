@@ -1,6 +1,6 @@
 """Quantisation-aware training: which linear layers round their weights in forward, and what that saves for backward.
 
-torchao replaces the layers (``trainer/run/quantized.py``), where it is installed. Forward then computes each rounded
+torchao replaces the layers (``few_bits.py``), where it is installed. Forward then computes each rounded
 weight anew, from the exact one, and backward passes its gradient on to the exact one as if nothing had been rounded
 (straight through). So names, parameters, optimizer and checkpoints are those of training without it.
 
@@ -24,14 +24,13 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.recipes.quantize import QuantizeSection
 
 
-def layers_of(model: Any, config: RunConfig) -> dict[str, nn.Linear]:
+def layers_of(model: Any, config: RunConfig, asked: QuantizeSection) -> dict[str, nn.Linear]:
     """The layers that Transformers quantises by group. ConfigError: there are none, groups do not divide one, or one
     that is to be trained so computes otherwise than a linear layer, by which torchao replaces it.
     """
-    asked = config.quantize
-    assert asked is not None
     left = HfQuantizer.get_modules_to_not_convert(model, asked.llm_int8_skip_modules, model._keep_in_fp32_modules)
     linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     layers = {name: each for name, each in linears.items() if should_convert_module(f"{name}.weight", left)}
@@ -55,23 +54,14 @@ def layers_of(model: Any, config: RunConfig) -> dict[str, nn.Linear]:
     return layers
 
 
-def sentence(config: RunConfig) -> str:
-    """What the exact model's card says of ``quantize.qat``; empty if it is not set."""
-    if config.quantize is None or config.quantize.qat is None:
-        return ""
-    return (
-        f"Forward rounded weights as {config.quantize.qat} does (QAT), also in evaluations; these are the exact ones."
-    )
-
-
-def counted(model: Any, config: RunConfig) -> Any:
+def counted(model: Any, config: RunConfig, asked: QuantizeSection) -> Any:
     """``model``, which has no storage; if ``quantize.qat`` is set its layers now save for backward what torchao's save.
     ConfigError: ``layers_of``.
     """
-    if config.quantize is not None and config.quantize.qat is not None:
-        layers: Mapping[str, Any] = layers_of(model, config)
+    if asked.qat is not None:
+        layers: Mapping[str, Any] = layers_of(model, config, asked)
         for each in layers.values():
-            each.forward = partial(_rounded, each, config.quantize.group_size)
+            each.forward = partial(_rounded, each, asked.group_size)
     return model
 
 

@@ -1,11 +1,11 @@
-"""The trained model as a program, of ``torch.export`` or ONNX; ``trainer/run/exported.py`` makes and compares it."""
+"""The trained model as a program, of ``torch.export`` or ONNX; ``graph.py`` makes and compares it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepstow.trainer.config.exporter import EXPORTERS, Exporter
+from deepstow.trainer.recipes.export.exporter import EXPORTERS, Exporter
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -20,14 +20,14 @@ class TorchExport(Exporter):
     language = True
 
     def refuse(self, config: RunConfig) -> str:
-        from deepstow.trainer.run import exported
+        from deepstow.trainer.recipes.export import graph
 
-        return exported.refused(config, self.name)
+        return graph.refused(config, self.name)
 
     def export(self, exact: Path, out: Path, config: RunConfig) -> str:
-        from deepstow.trainer.run import exported
+        from deepstow.trainer.recipes.export import graph
 
-        return exported.make(config, self.name, exact, out)
+        return graph.make(config, self.name, exact, out)
 
 
 @EXPORTERS.add
