@@ -179,6 +179,11 @@ def test_two_trainers_on_one_model(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], value) for name, value in twice(lambda base: base).items())
 
 
+def prepares(base: Any) -> Any:
+    own = {"_prepare_inputs": lambda self, inputs: super(base, self)._prepare_inputs(inputs)}
+    return stowed(type("Prepares", (base,), own), order="layers", **BATCH)
+
+
 def hooked(model: Any) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: None)
@@ -200,13 +205,14 @@ def hooked(model: Any) -> tuple[Any, Any]:
         ),
         ({"bf16_full_eval": True}, "bf16_full_eval: a stowed trainer evaluates in the precision of training"),
         ({"torch_compile": True}, "torch_compile=True: weights travel in this plan"),
+        ({"wrap": prepares}, "order='layers': this trainer prepares inputs by itself, step by step"),
         ({"optimizers": hooked}, "this optimizer has step hooks"),
         (
             {"wrap": lambda base: stowed(base, gpu_memory="10KiB", **BATCH)},
             r"gpu_memory = .*10KiB.*needed.*write \d+KiB or more",
         ),
     ],
-    ids=["batch", "rule", "bits", "fp16", "full_eval", "compiled", "hooks", "budget"],
+    ids=["batch", "rule", "bits", "fp16", "full_eval", "compiled", "order", "hooks", "budget"],
 )
 def test_refused(tmp_path: Path, more: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:

@@ -22,7 +22,6 @@ LIBRARIES = {
 THEIRS = {"Trainer", "StowedTrainer", "Accelerator", "TrainerState", "TrainingArguments"}  # bases of classes of ours
 HOLDERS = ("trainer", "accelerator", "args", "control", "callback_handler", "super()")
 BUCKETS = "parity/test_trainers.py::test_saved_bucket_by_bucket_and_resumed"
-FIRST_BATCH = "parity/test_trainers.py::test_from_a_budget"
 
 # Of each name in our Trainer, and in ``stowed(AnyTrainer)``: why, and the test that would notice a change.
 TRAINER = {
@@ -42,9 +41,10 @@ STOWED = {
         "states belong before a pass draws its order, or after its skipped batches; only the loop knows which",
         "parity/test_trainers.py::test_generators_as_a_run_has_saved_them",
     ),
-    "_prepare_inputs": ("the first call is made of what a Trainer makes of a batch", FIRST_BATCH),
-    "_remove_unused_columns": ("the first batch has the columns that the Trainer keeps", FIRST_BATCH),
-    "_get_collator_with_removed_columns": ("the same", FIRST_BATCH),
+    "_prepare_inputs": (
+        "compared, never called: a Trainer that has one of its own takes micro-batches one by one",
+        "parity/test_trainers.py::test_refused",
+    ),
 }
 WHERE = {"trainer/run/trainer.py": TRAINER, "trainer/run/stowed_trainer.py": STOWED}
 
@@ -120,7 +120,7 @@ def test_no_others_are_used(private: set[str]) -> None:
     own = of_ours(list(trees.values()))
     found = {where: names for where, tree in trees.items() if (names := set(uses(tree, private, own)))}
     assert found == {where: set(names) for where, names in WHERE.items()}
-    assert len(TRAINER) <= 2
+    assert len(TRAINER) <= 2 and len(STOWED) <= 4
 
 
 @pytest.mark.parametrize(
