@@ -25,8 +25,10 @@ def stage(plan: Plan) -> int | None:
     return int(value) if value is not None else None
 
 
-def clips_itself(plan: Plan) -> bool:
-    """Stage 0 in fp32: gradients are whole on every rank, so torch clips them (``trainer/run/accelerator.py``)."""
+def torch_clips(plan: Plan) -> bool:
+    """Stage 0 in fp32: gradients are whole on every rank, so torch clips them (``trainer/execution/zero.py``). In all
+    other runs DeepSpeed does, in its step.
+    """
     return stage(plan) == 0 and plan.facts.run.precision is Precision.FP32
 
 
@@ -38,7 +40,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": run.micro_batch // run.sequences,
         "gradient_accumulation_steps": run.accumulation,
-        "gradient_clipping": 0.0 if clips_itself(plan) else run.max_grad_norm,
+        "gradient_clipping": 0.0 if torch_clips(plan) else run.max_grad_norm,
         "bf16": {"enabled": run.precision is Precision.BF16},
         "fp16": {"enabled": run.precision is Precision.FP16},
         "zero_allow_untested_optimizer": True,  # Hugging Face's choice of optimizer is kept

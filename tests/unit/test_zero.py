@@ -13,7 +13,7 @@ from deepstow.strategies.core.plan import RUN, EngineSet, Plan, Tier, When
 from deepstow.strategies.core.protocol import Phase, Requirement
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.parallel import deepspeed as backend
-from deepstow.strategies.parallel.deepspeed import clips_itself, ds_config
+from deepstow.strategies.parallel.deepspeed import ds_config, torch_clips
 from deepstow.strategies.planner.zero_bytes import MAX_BUCKET
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
@@ -81,7 +81,7 @@ def test_deepspeed_config_of_other_runs() -> None:
     for stage, precision, ours in ((0, Precision.FP32, True), (0, Precision.BF16, False), (1, Precision.FP32, False)):
         plan = plan_of(stage, golden_facts(precision=precision))
         config = ds_config(plan)
-        assert clips_itself(plan) is ours and config["gradient_clipping"] == (0.0 if ours else 1.0)
+        assert torch_clips(plan) is ours and config["gradient_clipping"] == (0.0 if ours else 1.0)
         assert [config[name]["enabled"] for name in ("bf16", "fp16")] == [precision is Precision.BF16, False]
     config = ds_config(plan_of(2, replace(golden_facts(precision=Precision.FP16), machine=CPU)))
     assert config["zero_optimization"]["overlap_comm"] is False, "a CPU has no second stream"

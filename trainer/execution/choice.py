@@ -29,7 +29,7 @@ def execution_of(plan: Plan, model: Any, stage: Stage | None) -> Execution:
     if plan.layout is not None:
         found = Stowed(run.grid)
     elif plan.engine():
-        found = Zero(run.grid, run.max_grad_norm if deepspeed.clips_itself(plan) else None, exchange)
+        found = Zero(run.grid, run.max_grad_norm if deepspeed.torch_clips(plan) else None, exchange)
     else:
         found = Execution(run.grid)
         if exchange is not None:

@@ -2,6 +2,9 @@
 
 A format writes one of three methods. ``segments`` gives strings, each of which is tokenised alone. ``conversation``
 gives messages, which the tokenizer's chat template writes. ``tokens`` gives ids that are there already.
+
+If a format of the tree gives other rows than before, raise ``_LAYOUT`` in ``trainer/data/prepare.py``: rows that were
+prepared are kept by content, and only the code of formats from outside is part of that.
 """
 
 from __future__ import annotations

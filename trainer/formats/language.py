@@ -66,8 +66,8 @@ class Instruction(Format):
 
     def segments(self, row: Mapping[str, Any]) -> list[Segment]:
         given = row.get("input", "").strip()
-        context = f"### Input\n{given}\n\n" if given else ""
-        prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{context}### Response\n"
+        below = f"### Input\n{given}\n\n" if given else ""
+        prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{below}### Response\n"
         return [(prompt, False), (row["output"], True)]
 
 

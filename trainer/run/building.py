@@ -32,7 +32,7 @@ from deepstow.trainer.model.adapters import loraplus
 from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import facts
 from deepstow.trainer.registry import codes
-from deepstow.trainer.run import changes, checkpoint, inputs, metrics, resuming, trackers
+from deepstow.trainer.run import checkpoint, inputs, metrics, model_changes, resuming, trackers
 from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, sample_prompt
 from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
 from deepstow.trainer.run.plan_check import PlanCheck
@@ -62,7 +62,7 @@ def make_arguments(session: Session) -> TrainingArguments:
         given["eval_strategy"] = "no"
     if session.evaluating is not None:
         given["per_device_eval_batch_size"] = session.evaluating.rows
-    if deepspeed.clips_itself(session.plan):
+    if deepspeed.torch_clips(session.plan):
         given["max_grad_norm"] = 0.0
     if session.plan.layout is not None:
         given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
@@ -96,7 +96,7 @@ def make_model(session: Session) -> Built:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(session.tokenizer, name))
-    in_spans, sliced = changes.loads_spans(config, plan), changes.loads_slices(source, plan)
+    in_spans, sliced = model_changes.loads_spans(config, plan), model_changes.loads_slices(source, plan)
     split, apart = deepspeed.stage(plan) == 3, plan.facts.run.apart > 0
     form, untied = form_of_stages(config), plan.facts.run.untied
     make = partial(build.build, sliced or section, hf_config, seed=seed, partitioned=split, task=task, untied=untied)
@@ -107,10 +107,10 @@ def make_model(session: Session) -> Built:
         return Built(weights)
 
     def fill(names: Collection[str]) -> None:
-        shards = changes.shards(weights, config, session.ranks.rank)
+        shards = model_changes.shards(weights, config, session.ranks.rank)
         if sliced is None and (line := parts.fill(weights, names, section.name_or_path, seed, make, shards=shards)):
             session.say(line)
-        changes.to_compute(weights, plan)
+        model_changes.to_compute(weights, plan)
 
     def give_away(give: parts.Give) -> PreTrainedModel:
         twin = make(on_meta=True)
@@ -122,12 +122,12 @@ def make_model(session: Session) -> Built:
         first, writes = session.ranks.rank - session.ranks.local_rank, session.ranks.is_first_local
         with agreement(session.ranks, WEEK_S) as together:
             mapped.load(weights, give_away, session.folder / f"weights-{first}.part", together, writes=writes)
-        weights = changes.adapted(weights, section, seed)
+        weights = model_changes.adapted(weights, section, seed)
     if apart:
         fill(dict(weights.named_parameters(remove_duplicate=False)))
     stage, pour = None, None
     if form is None:
-        changes.to_compute(weights, plan)
+        model_changes.to_compute(weights, plan)
         if in_spans:
             parts.hollow(weights)
             pour = partial(parts.pour, weights, make, section.name_or_path, seed, say=session.say)
@@ -140,7 +140,7 @@ def make_model(session: Session) -> Built:
         except stages.CannotCut as error:
             line = f"strategies.pipeline: {error}"
             raise ConfigError(config.located("strategies.pipeline", line)) from None
-    changes.apply_strategies(weights, config, plan)
+    model_changes.apply_strategies(weights, config, plan)
     if session.lesson is not None:
         student.learn(weights, config, session.lesson.how)
     return Built(weights, stage, pour)
@@ -245,8 +245,8 @@ def make_meter(session: Session, device: torch.device) -> Meter:
 def describe(session: Session, stage: Stage | None, model: PreTrainedModel) -> About:
     """``about`` the model as the Trainer has it; adapters that it has added are part of the plan."""
     if adapters_follow(session.config):
-        changes.to_compute(model, session.plan)
-        changes.apply_strategies(model, session.config, session.plan)
+        model_changes.to_compute(model, session.plan)
+        model_changes.apply_strategies(model, session.config, session.plan)
     return about(session, stage, model)
 
 

@@ -2,7 +2,8 @@
 
 A check raises a UserError, or returns. Only those before the weights leave something: a tracker that runs, and a
 repository of the hub, which a run cannot do without. Whatever is made may be refused as well, where it is made:
-data, a plan, a model. A run that is refused has moved and written nothing of an earlier run (``begin.py``).
+data, a plan, a model; and a checkpoint that does not go with the config, in ``resuming.py``. A run that is refused has
+moved and written nothing of an earlier run (``begin.py``).
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ def compare(config: RunConfig, ranks: Ranks, resumed: Resumed) -> None:
             found = together.by_some(ranks.is_first_local, partial(_hash, config))
             resumed.weights = next((each for each in found if each != weights), weights)
             fact = "seed" if config.model.name_or_path is None else "weights"
-            resumed.compare_content(config, fact, weights, resumed.weights)
+            resumed.compare_fact(config, fact, weights, resumed.weights)
         if config.distill is not None and run.data.teacher:
             now = together.on_first(ranks.rank, lambda: teacher.mark_of(config))
-            resumed.compare_content(config, "teacher", run.data.teacher, now)
+            resumed.compare_fact(config, "teacher", run.data.teacher, now)
     assert not resumed.places, f"{sorted(resumed.places)} have not been compared"
 
 

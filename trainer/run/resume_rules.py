@@ -208,17 +208,17 @@ def compare_contents(
         else:
             known = saved[fact]
         if _CONTENTS[fact].key not in changed:
-            compare_content(fact, known, now[fact], allowed, name, places, of_data)
-    compare_content("tokenizer", saved["tokenizer"], now["tokenizer"], allowed, name, places, changes)
+            compare_fact(fact, known, now[fact], allowed, name, places, of_data)
+    compare_fact("tokenizer", saved["tokenizer"], now["tokenizer"], allowed, name, places, changes)
     if saved["code"] is not None:
-        compare_content("code", saved["code"], now["code"], allowed, name, places, changes)
+        compare_fact("code", saved["code"], now["code"], allowed, name, places, changes)
     expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
     if not (same_rows or expected or of_data.keys or of_data.refused or changes.refused):
-        compare_content("sources", "", "other", allowed, name, {}, of_data)
+        compare_fact("sources", "", "other", allowed, name, {}, of_data)
     return Changes(changes.keys | of_data.keys, changes.said + of_data.said, changes.refused + of_data.refused)
 
 
-def compare_content(
+def compare_fact(
     fact: str,
     saved: str,
     now: str,

@@ -79,11 +79,11 @@ class Resumed:
         self._take(config, resume_rules.compare_contents(saved, opened, allowed, self.changed, name, self.places))
         self._compared({*Contents._fields})
 
-    def compare_content(self, config: RunConfig, fact: str, saved: str, now: str) -> None:
+    def compare_fact(self, config: RunConfig, fact: str, saved: str, now: str) -> None:
         """Raise ConfigError if the content that is a ``fact`` of the manifest differs, and may not."""
         changes = Changes({}, [], [])
         allowed, name = config.training.allow_change, str(self.path)
-        resume_rules.compare_content(fact, saved, now, allowed, name, self.places, changes)
+        resume_rules.compare_fact(fact, saved, now, allowed, name, self.places, changes)
         self._take(config, changes)
         self._compared({fact})
 
