@@ -230,19 +230,20 @@ def guarded(kind: type[T], base: type, name: str) -> type[T]:
 def _guard(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _said(name, method.__name__):
+        with blamed(name, method.__name__):
             result = method(*args, **kwargs)
         return through(result) if isinstance(result, Iterator) else result
 
     def through(items: Iterator[Any]) -> Iterator[Any]:
-        with _said(name, method.__name__):
+        with blamed(name, method.__name__):
             yield from items
 
     return call
 
 
 @contextmanager
-def _said(name: str, method: str) -> Iterator[None]:
+def blamed(name: str, method: str) -> Iterator[None]:
+    """What is raised inside, and is no UserError, is Raised: one line with the ``name`` of a thing from outside."""
     try:
         yield
     except UserError:

@@ -129,6 +129,21 @@ class Scaled(Recipe):
         return Sizes()
 
 
+class NoWriter(Recipe):
+    def exports(self, config):
+        return {"sizes": {}}
+
+
+class Broken(NoWriter):
+    def writer(self, config, exact):
+        return Nothing()
+
+
+class Nothing(Writer):
+    def write(self, name, draft):
+        return 1 / 0
+
+
 class Sizes(Writer):
     def write(self, name, draft):
         (draft / "sizes.txt").write_text(name)
@@ -278,7 +293,7 @@ def test_callbacks_go_on_and_the_card_names_them(home: Path) -> None:
     assert '"code": {"added:Count": "' in json.dumps(manifest)
 
 
-def test_a_recipe(home: Path) -> None:
+def test_a_recipe(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It changes the model before training, the card says so, and what it exports is made again if it is gone."""
     heads = []
     for by in (1.0, 0.5, None):
@@ -296,6 +311,11 @@ def test_a_recipe(home: Path) -> None:
     tree["recipes"], tree["training"]["output_dir"] = {"scaled:Scaled": {"by": 1.0}}, str(home / "1.0")
     assert runs.run(config_in(home, tree), Ranks(), Stop()) == 0
     assert (home / "1.0" / "export-sizes" / "sizes.txt").read_text() == "sizes"
+    tree["recipes"] = {"scaled:Broken": {}}
+    tree["training"]["allow_change"] = ["loss"]
+    assert runs.run(config_in(home, tree), Ranks(), Stop()) == 1
+    said = capfd.readouterr().err
+    assert "scaled:Broken: write has raised ZeroDivisionError: division by zero (" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -304,6 +324,7 @@ def test_a_recipe(home: Path) -> None:
         ({"scaled:Scaled": {"bye": 1.0}}, "recipes.scaled:Scaled.bye = 1.0: unknown key; did you mean 'by'"),
         ({"scaled:Scaled": {"by": "x"}}, 'recipes.scaled:Scaled.by = "x": must be a number'),
         ({"scaled:Scaled": {"by": 1.0, "twice": True}}, "scaled:Scaled.twice = true: changes nothing; leave it out"),
+        ({"scaled:NoWriter": {}}, "recipes.scaled:NoWriter = {}: has exports, and no method writer(config, exact)"),
         ({"scaled:Scale": {}}, "scaled has no Scale; did you mean 'Scaled'"),
         ({"scaled": {}}, "is none of export, quantize, nor module:Class, as in my_module:Recipe"),
         ({"quantize": {}}, "recipes.quantize = {}: has a section of its own; write quantize: {...}"),

@@ -436,6 +436,24 @@ def test_a_stream_goes_on_in_a_later_pass(bases: Path, tmp_path: Path) -> None:
     assert epochs[1] == epochs[0], "the checkpoint has the records of its steps"
 
 
+def test_a_stream_goes_on_where_a_shorter_run_has_ended(bases: Path, tmp_path: Path) -> None:
+    """In the first pass, of which that run has made all of its updates; not with its first rows again."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": row["text"][:30]} for row in rows_of("labels")[:13]]))
+    for name, steps, resumed in (("whole", 6, None), ("short", 2, None), ("longer", 6, "short/checkpoint-2")):
+        training = SAID | {
+            "max_steps": steps,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "lr_scheduler_type": "constant",
+        }
+        training |= {"output_dir": str(tmp_path / name), "resume_from_checkpoint": resumed and str(tmp_path / resumed)}
+        data = {"path": path, "max_length": LENGTH, "streaming": True}
+        tree = {"model": {"name_or_path": str(bases / "llama")}, "data": data, "training": training, "strategies": {}}
+        assert run(load_tree(tree), Ranks(), Stop()) == 0
+    whole, longer = (tensors(tmp_path / name / "export") for name in ("whole", "longer"))
+    assert all(torch.equal(whole[name], each) for name, each in longer.items())
+
+
 def test_a_checkpoint_knows_the_rows_that_trl_has_left(bases: Path, tmp_path: Path) -> None:
     """What a resume on other ranks divides (``trainer/run/same_rows.py``)."""
     rows = [{"chosen": "def", "rejected": "class " * (LENGTH if number == 5 else 1)} for number in range(12)]

@@ -141,7 +141,10 @@ PLAN = Some(keep=None, layout=None, facts=Some(units=[], run=Some(replicas=2, un
 TOO_LARGE = Some(
     facts=Some(machine=Some(device_bytes=1, host_bytes=1)), hosted_bytes=int, states=lambda tier: 9, addresses=None
 )
-NO_EXPORTER = Some(refuse=lambda config: "knows no such model")
+
+
+def no_export(*_: Any) -> None:
+    raise ConfigError("export.format = x: knows no such model")
 
 
 # What is known, what else is so, and what is said.
@@ -190,8 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any], str]]
     ),
     "SHOWING packing": (lambda _: {"config": run_config(BLOOM, data={"packing": True})}, {}, "data.packing = true: "),
     "SHOWING exports": (
-        lambda _: {"config": Some(export=Some(format="x"), exporter=NO_EXPORTER, error=run_config().error)}, {},
-        "export.format = \"x\": knows no such model",
+        lambda _: {"config": Some(switched_on=[Some(refuse=no_export)])}, {}, "knows no such model"
     ),
     "SHOWING batch": (
         lambda _: {"config": run_config(dataloader_drop_last=True), "rows": [1], "plan": PLAN}, {}, "so all are dropped"

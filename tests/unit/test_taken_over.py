@@ -11,6 +11,7 @@ from transformers import TrainerState
 from deepstow.strategies.state.sealed import seal
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.run import resuming
+from deepstow.trainer.run.callbacks import EarlyStopping
 from deepstow.trainer.run.checkpoint import KIND, Manifest
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import LLAMA, run_config
@@ -43,6 +44,12 @@ def test_what_is_not_this_runs_is_forgotten(tmp_path: Path) -> None:
     state, said = after(tmp_path, str(tmp_path / "checkpoint-6"), "is another run's")
     assert (state.best_metric, state.best_model_checkpoint, state.best_global_step) == (None, None, None)
     assert said == ["the best evaluation so far, of step 6, is another run's: it is forgotten"]
+
+
+def test_the_count_of_another_run_does_not_stop_this_one() -> None:
+    state = TrainerState()
+    state.stateful_callbacks = {"EarlyStopping": {"attributes": {"early_stopping_patience_counter": 2}}}
+    assert EarlyStopping(2).over(state) and not EarlyStopping(2, another=True).over(state)
 
 
 @pytest.mark.parametrize(

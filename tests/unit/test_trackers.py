@@ -180,15 +180,25 @@ def test_trackers_that_cannot_work(report_to: Any, variable: str, said: str, mon
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
 
 
-def test_a_save_is_waited_for_where_a_tracker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_waited_for_where_a_tracker_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has failed is not logged."""
     from transformers.integrations import MLflowCallback, WandbCallback
 
     monkeypatch.delenv("WANDB_LOG_MODEL", raising=False)
-    mlflow, wandb = MLflowCallback(), WandbCallback()
+    mlflow, wandb = trackers.Tracked(), trackers.Logged()
     assert not _reads_saves(mlflow) and not _reads_saves(wandb)
     mlflow._log_artifacts = True
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
-    assert _reads_saves(mlflow) and _reads_saves(WandbCallback())
+    wandb = trackers.Logged()
+    assert _reads_saves(mlflow) and _reads_saves(wandb)
+    logged: list[type] = []
+    for kind in (MLflowCallback, WandbCallback):
+        monkeypatch.setattr(kind, "on_save", lambda self, *given, kind=kind, **more: logged.append(kind))
+    for step in (1, 2):
+        (tmp_path / "checkpoint-2").mkdir(exist_ok=True)
+        for each in (mlflow, wandb):
+            each.on_save(SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=step), None)
+        assert logged == [MLflowCallback, WandbCallback][: 2 * (step - 1)]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ class Recipe:
     Attributes:
         name: of its section; a recipe from outside is given the one that it is used by, in ``recipes``.
         section: the keys of it.
-        resume: what a resumed run may do with keys that say nothing of it themselves.
+        resume: what a resumed run may do with keys that say nothing of it themselves; of a recipe from outside any
+            change is one of the loss.
         language: it takes tasks alone that predict the next token.
         merges: it takes models that have their adapters in their weights.
         masks: it has been compared with ``model.attention_mask``.
@@ -109,7 +110,9 @@ class Recipe:
         return ""
 
     def changes(self, key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-        """Whether a run that is resumed with another value of ``key`` would give another result; its sections."""
+        """Whether a run that is resumed with another value of ``key`` would give another result; its sections. It is
+        asked of recipes of the tree.
+        """
         return True
 
     def exports(self, config: RunConfig) -> Mapping[str, Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.report import full_report, short_plan
 from deepstow.trainer.config.check import section_faults
 from deepstow.trainer.config.conflicts import faults, of_recipes, of_task
-from deepstow.trainer.config.recipe import whole_weights
+from deepstow.trainer.config.recipe import Recipe, whole_weights
 from deepstow.trainer.config.sections import flat
 from deepstow.trainer.config.smaller import language_alone
 from deepstow.trainer.config.yaml_file import Fault, dotted
@@ -243,6 +243,9 @@ def _refuse_recipes(config: RunConfig, world_size: int, *, installed: bool) -> N
     others = [each for each in on if each.name in config.recipes]
     for each in others:
         found += section_faults(each.section, config.recipes[each.name], ("recipes", each.name))
+        if type(each).exports is not Recipe.exports and type(each).writer is Recipe.writer:
+            key, what = ("recipes", each.name), "has exports, and no method writer(config, exact) that makes them"
+            found.append(Fault(key, config.recipes[each.name], what))
     if others and not found:
         given = {each.name: Values(each.options(config).model_dump()) for each in others}
         sections = flat(config.tree()) | given | {"recipes": Values(given)}

@@ -3,8 +3,8 @@
     what a kill has left is deleted -> what the run does not go on with is set aside -> plan, config, facts are written
 
 A run may be refused until its weights, and the state of the checkpoint that it resumes, are where they train. Until
-then it leaves everything of an earlier run as it is. The one exception are moves that an earlier start had begun and
-a kill has cut short: those are completed before checkpoints are looked at (``resuming.py``).
+then it leaves what an earlier run has made as it is, but for ``exit.json``. Moves that an earlier start had begun and a
+kill has cut short are completed before checkpoints are looked at (``resuming.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Begin(TrainerCallback):
-    """The first callback: Hugging Face calls it when nothing is left that could refuse the run."""
+    """The callback after the one that loads the checkpoint: nothing is left that could refuse the run."""
 
     def __init__(self, session: Session, together: Agreement) -> None:
         self._session, self._together = session, together

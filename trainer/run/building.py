@@ -147,7 +147,7 @@ def make_model(session: Session) -> Built:
 
 
 def make_trainer(session: Session) -> Trainer:
-    """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
+    """The trainer with its callbacks, in the order in which they see an event; what comes after the meter is short."""
     config = session.config
     arguments = make_arguments(session)
     meter = make_meter(session, arguments.device)
@@ -159,7 +159,7 @@ def make_trainer(session: Session) -> Trainer:
     chats = endings.holds_chats(session.prepared)
     sample = [SampleText(prompt, training.sample_prompts or (), file, chats=chats)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
-    plan_check = _plan_check(session)
+    plan_check, other = _plan_check(session), resuming.other(session.resumed, config)
     ratio = config.model.lr_ratio
     built = make_model(session)
     model: Any = built.model
@@ -184,9 +184,9 @@ def make_trainer(session: Session) -> Trainer:
             ProgressLine(whole=training.compute_metrics is not None),
             file,
             *sample,
-            *([EarlyStopping(patience, threshold)] if patience is not None else []),
+            *([EarlyStopping(patience, threshold, another=bool(other))] if patience is not None else []),
             *([plan_check] if plan_check else []),
-            resuming.TakenOver(resuming.other(session.resumed, config)),
+            resuming.TakenOver(other),
             *session.user_callbacks.made(),
             meter,
         ],
@@ -208,7 +208,7 @@ def make_trainer(session: Session) -> Trainer:
 
 
 def _plan_check(session: Session) -> PlanCheck | None:
-    """What compares the plan with what the run takes, on the rank that writes files."""
+    """What compares the plan with what the run takes; None for a copy of a run, as ``deepstow verify`` trains."""
     if session.files is None:
         return None
     training = session.config.training

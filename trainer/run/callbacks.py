@@ -77,7 +77,7 @@ class Meter(TrainerCallback):
 
     Training time is wall time without evaluations and saves; loading data is part of it. A pause ends with
     ``on_evaluate`` or ``on_save`` and begins with the event before it: the end of a step or an epoch, a record, or
-    another pause. The meter must be the last callback, so that what the others do at those events counts as pause too.
+    another pause. What callbacks before the meter do then counts as pause, what those after it do as training.
 
     Args:
         flops_per_token: of forward and backward.
@@ -398,12 +398,20 @@ class SampleText(TrainerCallback):
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """Hugging Face's. A resumed run counts on where its checkpoint was, with the patience that it is given now."""
+    """Hugging Face's. A resumed run counts on where its checkpoint was, with the patience that it is given now; not if
+    the best of the checkpoint is ``another`` run's.
+    """
+
+    def __init__(
+        self, early_stopping_patience: int, early_stopping_threshold: float | None = 0.0, *, another: bool = False
+    ) -> None:
+        super().__init__(early_stopping_patience, early_stopping_threshold)
+        self._another = another
 
     def over(self, state: TrainerState) -> bool:
         """Whether training had stopped at this ``state``, which was saved; takes its count."""
         kept: Any = state.stateful_callbacks  # a mapping, once it was read from a file
-        if saved := (kept or {}).get(type(self).__name__):
+        if (saved := (kept or {}).get(type(self).__name__)) and not self._another:
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         return self.early_stopping_patience_counter >= self.early_stopping_patience
 

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Before(Enum):
-    """The moments at which a run is checked, in their order, and what is new."""
+    """The moments at which a run is checked, in their order. In brackets: what is known, besides the ``config``."""
 
-    MEETING = auto()  # of the ranks, each on its own
+    MEETING = auto()  # of the ranks, each on its own (ranks)
     LOCK = auto()  # on the run's folder; on the first rank
-    DATA = auto()
-    ROWS = auto()  # on the ranks that read; the config of a saved ``model`` is known
-    SHOWING = auto()  # the ``plans`` of all stages, and this rank's ``plan``
-    SPENDING = auto()  # memory, which a plan that was shown takes
+    DATA = auto()  # (ranks)
+    ROWS = auto()  # on the ranks that read (model: the config of a saved one)
+    SHOWING = auto()  # the plan (ranks, rows, the plans of all stages, this rank's plan)
+    SPENDING = auto()  # memory, which a plan that was shown takes (ranks, plans, plan, say: prints on the first rank)
     WEIGHTS = auto()  # on the first rank
 
 
@@ -100,8 +100,8 @@ CHECKS: Mapping[Before, Mapping[str, Callable[[Any], object]]] = {
         "schedule": lambda run: schedule.refuse(run.config),
         "folders": lambda run: refuse_folders(run.config, run.ranks),
         "compiler": lambda run: deepspeed_ops.refuse_what_cannot_be_built() if _has_engine(run) else None,
-        "options": lambda run: from_config.check_options(run.config, run.ranks.world_size),
         # From here on code that the config names runs.
+        "options": lambda run: from_config.check_options(run.config, run.ranks.world_size),
         "metrics": lambda run: metrics.refuse(run.config),
         "callbacks": lambda run: UserCallbacks(run.config),
     },

@@ -8,7 +8,7 @@ rank, once training has left the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from deepstow.strategies.state.commit import replaced_folder, same_modes
 from deepstow.strategies.state.sealed import MANIFEST, intact, seal, size_and_hash
 from deepstow.trainer.config.recipe import Writer
 from deepstow.trainer.errors import write_line
-from deepstow.trainer.registry import codes
+from deepstow.trainer.registry import blamed, codes
 from deepstow.trainer.run import earlier
 from deepstow.trainer.run.earlier import FURTHER
 
@@ -75,14 +75,15 @@ def make(config: RunConfig, exact: Exact) -> None:
         absent = _missing(config, recipe)
         if not absent:
             continue
-        writer = recipe.writer(config, exact)
+        writer, is_outside = recipe.writer(config, exact), bool(codes([recipe]))
         writers.append(writer)
         for name, own in absent.items():
             folder = folder_of(config, name)
             if aside := earlier.move_aside([folder], output, overwrite=config.training.overwrite):
                 write_line(f"the {folder.name} of before is now in {aside}")
             with replaced_folder(folder) as draft:
-                about = writer.write(name, draft)
+                with blamed(recipe.name, "write") if is_outside else nullcontext():
+                    about = writer.write(name, draft)
                 exact.tokenizer.save_pretrained(draft)
                 same_modes(draft)
                 seal(draft, FURTHER, {"decided by": _decided(config, own), **about})

@@ -18,7 +18,7 @@ from deepstow.trainer.config.recipe import Exact
 from deepstow.trainer.errors import DiskFails, write_line
 from deepstow.trainer.model import attention
 from deepstow.trainer.planning.from_config import budget_of
-from deepstow.trainer.run import disk, earlier, export, finished, further
+from deepstow.trainer.run import checkpoint, disk, earlier, export, finished, further
 from deepstow.trainer.run.callbacks import SAID, of_best, perplexity
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def finish(session: Session, trainer: Trainer, together: Agreement) -> None:
         first, last = (f"{each[f'eval_{key}']:.{digits}f} at step {each['step']}" for each in ends)
         write_line(f"{key} {first} -> {last}")
     if with_exchange is not None:
-        exact = next(record["eval_loss"] for record in reversed(log) if "eval_loss" in record)
+        of = checkpoint.step_of(best) if (best := trainer.origin()[1]) else step  # of these weights
+        exact = next(record["eval_loss"] for record in reversed(log) if "eval_loss" in record and record["step"] == of)
         pairs = [f"{each:.4f} (perplexity {perplexity(each):.1f})" for each in (exact, with_exchange)]
         write_line(f"held-out loss {pairs[0]} with exact sums, {pairs[1]} with strategies.tensor.exchange")
     assert receipt is not None

@@ -77,9 +77,15 @@ class Save(NamedTuple):
 
 
 def beside(work: Callable[[], T]) -> Future[T]:
-    """Do ``work`` on a thread of its own, which ends with it, and the process not before."""
+    """Do ``work`` on a thread of its own, which ends with it, and the process not before. That no thread can be started
+    is the error of its result.
+    """
     pool = ThreadPoolExecutor(1, "seal")
-    future = pool.submit(work)
+    try:
+        future = pool.submit(work)
+    except RuntimeError as error:
+        future = Future()
+        future.set_exception(error)
     pool.shutdown(wait=False)
     return future
 

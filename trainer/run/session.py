@@ -4,8 +4,9 @@
     the others wait) -> plan, shown -> teacher, smaller model -> arguments -> weights -> trainer
     -> the folder (``begin.py``) -> train -> export -> upload
 
-Everything up to the plan uses no device memory, so a run that cannot work ends there. Whatever refuses a run does it
-before the folder of the run is touched (``checks.py``); prepared data, which is kept by content, is no part of that.
+Everything up to the plan uses no device memory, so a run that cannot work ends there. Whatever refuses a run leaves all
+that an earlier one has made (``checks.py``). It may leave prepared data, kept by content, a tokenizer and
+``exit.json``, which says how it has ended.
 The data comes first because it decides the size of the vocabulary. Exit code 0 is for a run whose exports are there,
 under their names and uploaded where the config says so.
 """
@@ -30,7 +31,7 @@ from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.config.saved_adapter import other_base
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.data import endings
-from deepstow.trainer.distributed.agreement import Agreement, agreement, first_then_all
+from deepstow.trainer.distributed.agreement import DAY_S, Agreement, agreement, first_then_all
 from deepstow.trainer.distributed.ranks import Ranks, process_group, quiet_libraries
 from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
 from deepstow.trainer.errors import ExitCode, warning, write_line, write_nothing
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run that is prepared: what can fail before a weight exists has not failed."""
+    """A run that is prepared: its data is read, its plan is shown, and no weight exists."""
 
     config: RunConfig
     ranks: Ranks
@@ -132,7 +133,7 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
 
 
 def in_group(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None = None) -> int:
-    """The run from the lock on its folder to its upload; nothing if it is over already."""
+    """The run from the lock on its folder to its upload. A run that is over already is only uploaded."""
     session: Session | None = None
     try:
         with (
@@ -146,13 +147,16 @@ def in_group(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
                 write_line(line)
             stop.ended.lock = together.on_first(ranks.rank, partial(_locked, config, stop, held))
             resumed = resuming.decide(config, ranks)
-            over = together.on_first(
-                ranks.rank, lambda: finished.before(config, resumed.found, resumed.changed) if resumed else None
-            )
-            if over is None or together.on_first(ranks.rank, lambda: further.missing(config)):
+            with agreement(ranks, DAY_S) as patient:  # exports are read as a whole
+                over = patient.on_first(
+                    ranks.rank, lambda: finished.before(config, resumed.found, resumed.changed) if resumed else None
+                )
+                incomplete = over is not None and bool(patient.on_first(ranks.rank, lambda: further.missing(config)))
+            if over is None or incomplete:
                 session = prepare(config, ranks, resumed, over)
                 train(session, stop, together, watchdog)
             else:
+                stop.phase = Phase.ENDING
                 together.be_patient()
                 if resumed is not None and resumed.places:  # what is there may be another run's
                     opened(config, ranks, resumed)
@@ -176,7 +180,7 @@ def _locked(config: RunConfig, stop: Stop, held: ExitStack) -> str:
 
 
 def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, over: str | None = None) -> Session:
-    """Prepare the data and plan: everything that can fail before a weight exists. ``resumed``: the checkpoint."""
+    """Prepare the data and plan, without a weight. ``resumed``: the checkpoint; ``over``: the line of a run that is."""
     check(Before.DATA, config=config, ranks=ranks)
     weights = inputs.files_now(config, resumed)
     tokenizer, prepared = opened(config, ranks, resumed)

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi
-from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback, WandbCallback
 
 from deepstow.trainer.errors import ExitCode, first_line
 from deepstow.trainer.run.appended import Appended
@@ -131,8 +132,34 @@ class Curves(TensorBoardCallback):  # type: ignore[misc]
             self.tb_writer.flush()
 
 
-class Tracked(MLflowCallback):  # type: ignore[misc]
+class WholeSaves(TrainerCallback):  # type: ignore[misc]
+    """Before a tracker's callback: a save that has failed leaves no checkpoint to log, which it would end the run for.
+
+    Attributes:
+        logs_saves: it is asked for checkpoints; else nothing waits for them.
+    """
+
+    logs_saves: bool
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if Path(args.output_dir, f"checkpoint-{state.global_step}").is_dir():
+            super().on_save(args, state, control, **kwargs)
+
+
+class Logged(WholeSaves, WandbCallback):  # type: ignore[misc]
+    """wandb's callback."""
+
+    @property
+    def logs_saves(self) -> bool:  # type: ignore[override]
+        return bool(self._log_model.value == "checkpoint")
+
+
+class Tracked(WholeSaves, MLflowCallback):  # type: ignore[misc]
     """MLflow's callback, which would say that the run is finished when training is over, or was ended by an error."""
+
+    @property
+    def logs_saves(self) -> bool:  # type: ignore[override]
+        return bool(self._log_artifacts)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         pass  # ``end`` says how
@@ -151,7 +178,7 @@ def end(code: int) -> None:
 
 
 def take_over(trainer: Trainer) -> None:
-    """TensorBoard's and MLflow's callbacks are ours, in their place among the others."""
-    ours = {TensorBoardCallback: Curves, MLflowCallback: Tracked}
+    """TensorBoard's, wandb's and MLflow's callbacks are ours, in their place among the others."""
+    ours = {TensorBoardCallback: Curves, WandbCallback: Logged, MLflowCallback: Tracked}
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]

@@ -41,6 +41,7 @@ from deepstow.trainer.run.appended import Mounted
 from deepstow.trainer.run.callbacks import EarlyStopping, Meter
 from deepstow.trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
+from deepstow.trainer.run.trackers import WholeSaves
 from deepstow.trainer.tasks.task import scores
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
         if self._resumed is not None and not has_length(self.train_dataset) and not self.args.ignore_data_skip:
             saved = TrainerState.load_from_json(str(Path(self._resumed) / TRAINER_STATE_NAME))
             assert saved.epoch is not None
-            passes = int(saved.epoch)
+            # A run that has ended within its first pass has made all of its updates there, and goes on in it.
+            passes = 0 if saved.epoch == 1 and saved.global_step == saved.max_steps else int(saved.epoch)
             batches = round((saved.epoch - passes) * saved.max_steps) * self.args.gradient_accumulation_steps
         self.between_passes = batches == 0
         self.state = Unwritten(**vars(self.state))
@@ -318,8 +320,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
             write_line(said)
 
     def load_best(self) -> None:
-        """Weights of the best evaluation, under every strategy; of the best one that has a checkpoint, unless the last
-        weights, which are here, are the best. Raise ConfigError if that checkpoint is damaged.
+        """Weights of the best evaluation that has a checkpoint, under every strategy; nothing if the last weights are
+        the best and have none. Raise ConfigError if that checkpoint is damaged.
         """
         self.settle()  # then the newest is there, or known not to be
         last_is_best = self.state.best_global_step == self.state.global_step
@@ -410,11 +412,12 @@ class Trainer(StowedTrainer, transformers.Trainer):
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
-                sealing = saving.together(lambda: saving.beside(self._commit(draft, folder) if writes else list[str]))
+                seal = saving.together(lambda: self._commit(draft, folder) if writes else list[str])
         except OSError as error:
             self._not_saved(folder, error, former)
             return
-        self._saving = saving.Save(folder, former, sealing)
+        # Not inside the block, which deletes the draft if another rank fails.
+        self._saving = saving.Save(folder, former, saving.beside(seal))
         if any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
 
@@ -528,11 +531,8 @@ def place(model: Any, device: torch.device) -> None:
 def _reads_saves(callback: TrainerCallback) -> bool:
     """Whether a callback that is not ours may look for the checkpoint when it hears of a save; on all ranks alike."""
     kind = type(callback)
+    if isinstance(callback, WholeSaves):
+        return callback.logs_saves
     if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("deepstow.trainer."):
         return False
-    reads = {
-        "TrackioCallback": False,
-        "WandbCallback": getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint",
-        "MLflowCallback": getattr(callback, "_log_artifacts", True),
-    }
-    return bool(reads.get(kind.__name__, True))
+    return kind.__name__ != "TrackioCallback"
