@@ -132,7 +132,7 @@ def kept(ranks: Ranks, configs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, config in configs.items():
         run = made_run(ranks, config, some=UNEVEN)
         if name == "auto":
-            run.plan = of_little_memory(run)
+            run = replace(run, plan=of_little_memory(run))
         trainer: Any = building.make_trainer(run)
         compute_loss, kept = trainer.compute_loss, []
 
@@ -179,7 +179,7 @@ def in_stages(ranks: Ranks, configs: Sequence[Any]) -> list[dict[str, Any]]:
     for config in configs:
         run = made_run(ranks, config, some=UNEVEN)
         if config.strategies["recompute"].policy == "auto":
-            run.plan = of_little_memory(run)
+            run = replace(run, plan=of_little_memory(run))
         found.append({**results(ranks, building.make_trainer(run)), "operators": operators_kept(run.plan)})
         forget_run()
     return found
