@@ -76,7 +76,10 @@ LLAMA_8B = {
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
 }  # fmt: skip
-COUNT, LENGTH, STEPS = 8, 256, 3  # of what is measured
+# Of what is measured: micro-batches, tokens of a row, steps.
+COUNT = 8
+LENGTH = 256
+STEPS = 3
 
 
 def simulated(*, large: bool) -> Iterator[str]:

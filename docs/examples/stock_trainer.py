@@ -12,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from deepstow import stowed
 
-ROWS, TOKENS, STEPS, ACCUMULATION = 4, 64, 12, 2
+ROWS, TOKENS = 4, 64  # of a micro-batch
+STEPS = 12
+ACCUMULATION = 2
 
 
 def rows() -> list[dict[str, Any]]:

@@ -261,7 +261,7 @@ class LayersFirst:
                 )
             drawn = [task.random if task.random is not None else self._generators.states() for task in tasks]
             is_other = not all(map(generators.same, drawn, ends))
-            if self._draws and self._engine.ranks.anywhere(is_other):
+            if self._draws and self._engine.ranks.any_rank(is_other):
                 raise _MiscountedError
             if is_other:
                 self._refuse("the forward draws random numbers (dropout), and the plan was made of one that does not")
@@ -312,8 +312,8 @@ class LayersFirst:
         self._nodes = autograd._get_sequence_nr()
         begins = self._generators.states()
         shape = _shape_of((args, kwargs))
-        anywhere = self._engine.ranks.anywhere
-        if not self._counts_each and not anywhere(shape not in self._moves):
+        any_rank = self._engine.ranks.any_rank
+        if not self._counts_each and not any_rank(shape not in self._moves):
             ends.append(generators.moved(begins, self._moves[shape]))
         else:
             versions = [tensor._version for tensor in tensors_in((args, kwargs))]
@@ -328,7 +328,7 @@ class LayersFirst:
             ends.append(self._generators.states())
             if not self._counts_each:
                 move = generators.moves(begins, ends[-1])
-                if anywhere(move is None):
+                if any_rank(move is None):
                     self._count_each("is not known of this kind of generator or of these numbers")
                 elif move is not None:
                     self._moves[shape] = move

@@ -185,11 +185,11 @@ def test_a_save_is_waited_for_where_a_tracker_reads_it(tmp_path: Path, monkeypat
     from transformers.integrations import MLflowCallback, WandbCallback
 
     monkeypatch.delenv("WANDB_LOG_MODEL", raising=False)
-    mlflow, wandb = trackers.Tracked(), trackers.Logged()
+    mlflow, wandb = trackers.MLflow(), trackers.Wandb()
     assert not _reads_saves(mlflow) and not _reads_saves(wandb)
     mlflow._log_artifacts = True
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
-    wandb = trackers.Logged()
+    wandb = trackers.Wandb()
     assert _reads_saves(mlflow) and _reads_saves(wandb)
     logged: list[type] = []
     for kind in (MLflowCallback, WandbCallback):

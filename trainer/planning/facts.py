@@ -219,9 +219,9 @@ def asked(count: ModelCount, strategies: Mapping[str, Strategy]) -> ModelCount:
 
 def saved_without_mask(config: RunConfig) -> dict[str, int]:
     """Bytes that each unit saves of full rows of one document each. Random numbers go on as if nothing was counted."""
-    from deepstow.strategies.engine.forward.effects import undrawn
+    from deepstow.strategies.engine.forward.effects import forked_rng
 
-    with undrawn():
+    with forked_rng():
         return {unit.name: unit.saved_bytes for unit in counted(config, masked=False).units}
 
 

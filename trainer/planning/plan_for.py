@@ -315,9 +315,9 @@ def _on_fakes(model: nn.Module, batch: Batch, autocast: torch.dtype | None) -> I
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
     """Afterwards random numbers and the attributes of modules are as before, with what dicts and lists in them hold."""
-    from deepstow.strategies.engine.forward.effects import source, undrawn
+    from deepstow.strategies.engine.forward.effects import forked_rng, source
 
-    with ExitStack() as undo, undrawn():
+    with ExitStack() as undo, forked_rng():
         for module in model.modules():
             for value in (vars(module), *vars(module).values()):
                 if isinstance(value, dict | list):

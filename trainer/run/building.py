@@ -265,10 +265,8 @@ def about(session: Session, stage: Stage | None, model: PreTrainedModel) -> Abou
     as_loaded = config_of(session.config)  # the run may change its copy
     tree, data = json.loads(json.dumps(session.config.tree()), parse_constant=str), session.prepared
     rows = None if session.config.data.streaming else len(data.train)  # type: ignore[arg-type]
-    weights, brought = (
-        inputs.recorded(session.config, session.ranks, session.resumed),
-        contents.code(session.config.model, as_loaded),
-    )
+    weights = inputs.recorded(session.config, session.ranks, session.resumed)
+    brought = contents.code(session.config.model, as_loaded)
     return About(
         config=tree,
         arguments=resuming.resolved(session.config, tree["training"]),

@@ -45,6 +45,7 @@ FORMER_MARK = "complete.json"  # of releases that wrote no manifest
 FOLDER = re.compile(r"checkpoint-(\d+)")
 WRITING, DELETED = "checkpoints.writing", "checkpoints.deleted"  # what a kill leaves in them is no checkpoint
 KEY = "training.resume_from_checkpoint"
+GOES_ON = f"{KEY}=auto goes on from the last checkpoint"
 
 
 class _Part(BaseModel):

@@ -19,7 +19,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
 from deepstow.trainer.errors import ExitCode
-from deepstow.trainer.run.checkpoint import complete
+from deepstow.trainer.run.checkpoint import GOES_ON, complete
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -129,5 +129,4 @@ def _again(folder: Path) -> str:
         saved = bool(complete(folder))
     except OSError:
         return "start again"
-    go_on = "training.resume_from_checkpoint=auto goes on from the last checkpoint"
-    return go_on if saved else "start again"
+    return GOES_ON if saved else "start again"

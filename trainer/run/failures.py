@@ -17,6 +17,7 @@ from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
 from deepstow.trainer.errors import ExitCode, UserError, first_line, report, write_line
 from deepstow.trainer.registry import Raised
 from deepstow.trainer.run import disk, loading, oom, trackers
+from deepstow.trainer.run.checkpoint import GOES_ON
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
 GLOO_SAYS = ("gloo/transport", *TIMEOUT_SAYS)
 REPORT_S = 120.0  # how long the first rank may take to say what would fit, before the others end by themselves
-GOES_ON = "training.resume_from_checkpoint=auto goes on from the last checkpoint"
 
 
 # Who knows an error of libraries or machines: its exit code, and the line that is said in place of a traceback. The

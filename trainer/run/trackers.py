@@ -132,33 +132,33 @@ class Curves(TensorBoardCallback):  # type: ignore[misc]
             self.tb_writer.flush()
 
 
-class WholeSaves(TrainerCallback):  # type: ignore[misc]
+class SkipsFailedSaves(TrainerCallback):  # type: ignore[misc]
     """Before a tracker's callback: a save that has failed leaves no checkpoint to log, which it would end the run for.
 
     Attributes:
-        logs_saves: it is asked for checkpoints; else nothing waits for them.
+        logs_checkpoints: it is asked for checkpoints; else nothing waits for them.
     """
 
-    logs_saves: bool
+    logs_checkpoints: bool
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if Path(args.output_dir, f"checkpoint-{state.global_step}").is_dir():
             super().on_save(args, state, control, **kwargs)
 
 
-class Logged(WholeSaves, WandbCallback):  # type: ignore[misc]
+class Wandb(SkipsFailedSaves, WandbCallback):  # type: ignore[misc]
     """wandb's callback."""
 
     @property
-    def logs_saves(self) -> bool:  # type: ignore[override]
+    def logs_checkpoints(self) -> bool:  # type: ignore[override]
         return bool(self._log_model.value == "checkpoint")
 
 
-class Tracked(WholeSaves, MLflowCallback):  # type: ignore[misc]
+class MLflow(SkipsFailedSaves, MLflowCallback):  # type: ignore[misc]
     """MLflow's callback, which would say that the run is finished when training is over, or was ended by an error."""
 
     @property
-    def logs_saves(self) -> bool:  # type: ignore[override]
+    def logs_checkpoints(self) -> bool:  # type: ignore[override]
         return bool(self._log_artifacts)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -179,6 +179,6 @@ def end(code: int) -> None:
 
 def take_over(trainer: Trainer) -> None:
     """TensorBoard's, wandb's and MLflow's callbacks are ours, in their place among the others."""
-    ours = {TensorBoardCallback: Curves, WandbCallback: Logged, MLflowCallback: Tracked}
+    ours = {TensorBoardCallback: Curves, WandbCallback: Wandb, MLflowCallback: MLflow}
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]

@@ -41,7 +41,7 @@ from deepstow.trainer.run.appended import Mounted
 from deepstow.trainer.run.callbacks import EarlyStopping, Meter
 from deepstow.trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
-from deepstow.trainer.run.trackers import WholeSaves
+from deepstow.trainer.run.trackers import SkipsFailedSaves
 from deepstow.trainer.tasks.task import scores
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
             passes = 0 if saved.epoch == 1 and saved.global_step == saved.max_steps else int(saved.epoch)
             batches = round((saved.epoch - passes) * saved.max_steps) * self.args.gradient_accumulation_steps
         self.between_passes = batches == 0
-        self.state = Unwritten(**vars(self.state))
+        self.state = StateInDraft(**vars(self.state))
         return passes, batches
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -477,7 +477,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         return seal
 
 
-class Unwritten(TrainerState):
+class StateInDraft(TrainerState):
     """Hugging Face's. Its loop has it write itself after ``save_model``, where a full disk would end the run; it is in
     the draft already.
     """
@@ -531,8 +531,8 @@ def place(model: Any, device: torch.device) -> None:
 def _reads_saves(callback: TrainerCallback) -> bool:
     """Whether a callback that is not ours may look for the checkpoint when it hears of a save; on all ranks alike."""
     kind = type(callback)
-    if isinstance(callback, WholeSaves):
-        return callback.logs_saves
+    if isinstance(callback, SkipsFailedSaves):
+        return callback.logs_checkpoints
     if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("deepstow.trainer."):
         return False
     return kind.__name__ != "TrackioCallback"

@@ -108,7 +108,7 @@ def keeping(folder: Path, *, alone: bool) -> Iterator[None]:
     try:
         yield
     except Raised as error:
-        kept = "training.resume_from_checkpoint=auto goes on from the last checkpoint"
+        kept = checkpoint.GOES_ON
         if alone:
             found = checkpoint.complete(folder) if folder.is_dir() else []
             kept = f"{found[-1].path} is the last checkpoint" if found else "there is no checkpoint yet"

@@ -138,7 +138,7 @@ class Snapshot(AbstractContextManager[None]):
 
 
 @contextmanager
-def undrawn() -> Iterator[None]:
+def forked_rng() -> Iterator[None]:
     """Random numbers go on afterwards as if nothing inside had drawn any: torch's, Python's and NumPy's."""
     states = [get() for get, _ in GLOBAL]
     try:

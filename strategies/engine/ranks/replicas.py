@@ -127,7 +127,7 @@ class OneRank:
         """Whether all ranks that share weights say so."""
         return flag
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so."""
         return flag
 
@@ -218,7 +218,7 @@ class Replicas(OneRank):
             if flag and index not in bucket.grads.touched:
                 bucket.grads.touch(index)
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         (found,) = self._on_any([flag])
         return found
 

@@ -283,7 +283,7 @@ class Shares(Replicas):
             bucket.grads.measured([index], [norm])
 
     def everywhere(self, flag: bool) -> bool:
-        return not self.anywhere(not flag)
+        return not self.any_rank(not flag)
 
     # --- the same path -----------------------------------------------------------------------------------------------
 
