@@ -37,12 +37,11 @@ def test_the_table_and_what_torch_says(there: torch.device) -> None:
 
 def test_a_device_that_lags_behind_is_waited_for(device: Any, there: torch.device) -> None:
     device.delay(0, SLOW_US)
-    block = nn.Linear(2, 2).to(there)
-    clock = UnitClock({"block": block}, there)
+    model = nn.Sequential(nn.Linear(2, 2)).to(there)
+    clock = UnitClock(model, {"block": model[0]}, there)
     x = torch.ones(1, 2, device=there, requires_grad=True) * 1
-    with clock.forward():
-        loss = block(x).sum()
-    loss.backward()
+    with clock.timing():
+        model(x).sum().backward()
     seconds = clock.seconds()
     assert seconds is not None and min(seconds.block) > 0
 

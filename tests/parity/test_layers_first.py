@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.machine.block_timing import SPANS
 from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.run import building
 from deepstow.trainer.run import session as runs
@@ -298,6 +299,13 @@ def test_the_plan_against_the_run(
     planned, measured = found["link up, step 2"]
     assert measured - planned == block and planned > 0
     assert (len(re.findall("link (up|down) .*, as planned", capsys.readouterr().out)) == 2) is (block == 0)
+    marks = check._clock.marks  # of the last step
+    together, blocks = len(list(filter(lambda mark: mark[0] == "start", marks))), list(check._clock.blocks)
+    taken = {way: [name for what, name, _ in marks if what == way] for way in ("in", "back")}
+    turns = {"in": blocks, "back": blocks[::-1]}
+    assert taken == {way: [name for name in names for _ in range(together)] for way, names in turns.items()}
+    wrong = [pair for pair in pairwise(mark[0] for mark in marks) if pair[1] not in SPANS.get(pair[0], pair)]
+    assert together > 1 and wrong == [], "a time that is measured has the turn of another in it"
 
 
 def test_a_refusal_in_training_is_one_line(

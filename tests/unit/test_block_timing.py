@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deepstow.launch.plan import main
 from deepstow.strategies.core.facts import Facts, UnitKind, UnitTimes
@@ -24,8 +25,8 @@ TIMES = UnitTimes((1.0, 0.0), (2.0, 3.0), (4.0, 5.0), "measured by hand")
 class Counted(UnitClock):
     """A clock on which every mark is a second later than the one before."""
 
-    def mark(self, what: str, name: str = "") -> None:
-        self.marks.setdefault((what, name), float(len(self.marks)))
+    def _now(self) -> float:
+        return float(len(self.marks))
 
 
 def timed(recompute: bool = False, **changes: Any) -> Counted:
@@ -34,34 +35,59 @@ def timed(recompute: bool = False, **changes: Any) -> Counted:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for name, param in model.named_parameters():
         param.requires_grad_(changes.get("trains", lambda name: True)(name))
-    clock = Counted(find_blocks(model), torch.device("cpu"))
+    clock = Counted(model, find_blocks(model), torch.device("cpu"))
     (batch,) = tokens("llama", 1)
-    with clock.forward():
-        loss = model(**batch).loss
-    loss.backward()
+    before = hooks_of(model)
+    with clock.timing():
+        for _ in range(2):
+            loss = model(**batch).loss
+            with torch.no_grad():
+                model(**batch)  # of a metric, say
+            loss.backward()
+    assert hooks_of(model) == before
     return clock
+
+
+def hooks_of(model: nn.Module) -> list[int]:
+    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_marks_stand_at_the_borders_of_blocks(recompute: bool) -> None:
-    """Forward in order, then backward in reverse; a recomputed forward marks nothing again."""
+    """Forward in order, then backward in reverse; what is recomputed, or has no gradients, marks nothing."""
     clock = timed(recompute)
     names = list(clock.blocks)
-    order = [key for key, _ in sorted(clock.marks.items(), key=lambda item: item[1])]
     forward = [mark for name in names for mark in (("in", name), ("out", name))]
     backward = [mark for name in reversed(names) for mark in (("back", name), ("done", name))]
-    assert order == [("start", ""), *forward, ("end", ""), *backward]
-    assert not any(block._forward_hooks or block._forward_pre_hooks for block in clock.blocks.values())
+    begins, ends = [("start", ""), ("come", names[0])], [("on", names[-1]), ("end", "")]
+    assert [mark[:2] for mark in clock.marks] == 2 * [*begins, *forward, *ends, *backward]
+    assert clock.seconds() == UnitTimes((1.0, block_timing.LEAST), (1.0, 1.0), (1.0, 1.0), "")
+
+
+def test_where_micro_batches_take_turns_only_a_turn_counts() -> None:
+    """Layers first, two micro-batches and two blocks, with the seconds at which each mark stands."""
+    clock = Counted(nn.Identity(), {}, torch.device("cpu"))
+    clock.marks = [
+        ("start", "", 0), ("come", "0", 1), ("start", "", 1), ("come", "0", 2),
+        ("in", "0", 9), ("out", "0", 11), ("in", "0", 11), ("out", "0", 13),  # weights are waited for before the first
+        ("in", "1", 20), ("out", "1", 22), ("in", "1", 22), ("out", "1", 24),
+        ("on", "1", 24), ("end", "", 27), ("on", "1", 32), ("end", "", 35),  # backward of each head follows it
+        ("back", "1", 40), ("back", "1", 44), ("done", "1", 48), ("back", "0", 60),
+        ("done", "1", 64), ("back", "0", 64),
+    ]  # fmt: skip
+    assert clock.seconds() == UnitTimes((1.0, block_timing.LEAST), (2.0, 4.0), (3.0, 5.0), "")
+    heads = [("on", "1", 24), ("end", "", 27), ("on", "1", 27), ("end", "", 30)]
+    clock.marks[12:16] = heads  # and come back together
     found = clock.seconds()
-    assert found == UnitTimes((1.0, block_timing.LEAST), (1.0, 1.0), (1.0, 1.0), "")
+    assert found is not None and found.head == pytest.approx((3.0, 5.0))
 
 
 def test_what_is_not_trained_is_not_timed() -> None:
-    """A frozen embedding leaves the first block out."""
+    """A frozen embedding leaves the first block out, whose backward has no end that is seen."""
     clock = timed(trains=lambda name: "embed" not in name)
     found = clock.seconds()
     assert found is not None and found.block == (1.0, 1.0)
-    clock.marks = {key: value for key, value in clock.marks.items() if key[0] not in ("back", "done")}
+    clock.marks = [mark for mark in clock.marks if mark[0] not in ("back", "done")]
     assert clock.seconds() is None
 
 

@@ -128,10 +128,10 @@ def test_all_mean_the_same_modules(name: str) -> None:
     of: Any = {id(param): (mock.Mock(index=index), 0) for index, param in enumerate(model.parameters())}
     assert [scope.module for scope in find_scopes(model, of) if scope.is_block] == blocks
 
-    clock = UnitClock(find_blocks(model), torch.device("cpu"))
-    with clock.forward():
+    clock = UnitClock(model, find_blocks(model), torch.device("cpu"))
+    with clock.timing():
         model(**batch)
-    assert {name for what, name in clock.marks if what == "in"} == {unit.name for unit in counted}
+    assert {name for what, name, _ in clock.marks if what == "in"} == {unit.name for unit in counted}
 
     checkpoint_blocks(model, {unit.name: () for unit in counted})
     assert [module for module in model.modules() if checkpointed(module) is not None] == blocks

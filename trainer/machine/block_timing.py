@@ -1,8 +1,8 @@
 """Measured compute time of each unit: of a few blocks before a run, or of all of them in its first steps.
 
-Marks are set at the borders of blocks, after the memory engine's own hooks, so that no unit's time includes waiting
-for weights. A block's backward lies between the node that made its output and the gradient of its input; what lies
-before the first block and after the last is embedding and head. Recomputation in backward is subtracted as counted.
+Marks are set at the borders of blocks, after the memory engine has waited for weights, so that no unit's time includes
+that. A block's backward lies between the node that made its output and the gradient of its input; what lies before the
+first block and after the last is embedding and head. Recomputation in backward is subtracted as counted.
 
 The times are in ``facts.json`` of the run folder, under ``measured``, and the next fresh run is planned with them. A
 plan never changes inside a run, so a resumed one uses the times that its plan was made with: ``unit_times`` there.
@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -37,74 +39,115 @@ BLOCKS, ROUNDS = 3, 3  # how many blocks ``measure`` runs, and how often
 LEAST = 1e-9  # seconds; a unit that takes no time would divide by zero
 
 
+# What is timed begins with these marks, and lasts until the next mark, if that is one of those.
+SPANS = {"start": ("come",), "in": ("out",), "on": ("end",), "end": ("on", "back"), "back": ("back", "done")}
+
+
 @dataclass(slots=True)
 class UnitClock:
-    """Marks of one micro-batch, by name: ``start``, ``in``/``out`` of each block, ``end``, ``back`` and ``done``."""
+    """Marks of micro-batches, in order: when the model begins (``start``) and comes to the first block (``come``), the
+    forward of each block (``in``, ``out``), when the model goes on after the last one (``on``) and ends (``end``), the
+    backward of each block (``back``) and the gradient of what it was given (``done``).
 
+    Micro-batches may take turns in each block: then a turn ends with a mark of the next one.
+    """
+
+    model: nn.Module
     blocks: Mapping[str, nn.Module]
     device: torch.device
-    marks: dict[tuple[str, str], Any] = field(default_factory=dict)  # seconds on a CPU, otherwise torch events
+    marks: list[tuple[str, str, Any]] = field(default_factory=list)  # seconds on a CPU, otherwise torch events
+    _inside: int = 0  # how many forwards have begun and not ended; blocks run in backward again, too
+    _nodes: list[tuple[str, Any]] = field(default_factory=list)  # backward of a block begins with these
 
     def mark(self, what: str, name: str = "") -> None:
-        """Set a mark now, unless there is one of this name already."""
+        """Set a mark now."""
+        self.marks.append((what, name, self._now()))
+
+    def _now(self) -> Any:
         if self.device.type == "cpu":
-            self.marks.setdefault((what, name), time.perf_counter())
-            return
+            return time.perf_counter()
         import torch
 
         event = torch.Event(device=self.device, enable_timing=True)
         event.record()
-        self.marks.setdefault((what, name), event)
+        return event
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Context manager around the forward of one micro-batch; its backward runs later, outside."""
+    def timing(self) -> Iterator[None]:
+        """Context manager around forward and backward of micro-batches. Forwards without gradients are not timed."""
         self.marks.clear()
+        first, *_, last = [*self.blocks, *self.blocks]
         with ExitStack() as hooks:
+
+            def keep(handle: Any) -> None:
+                hooks.callback(handle.remove)
+
+            keep(self.model.register_forward_pre_hook(self._start))
+            keep(self.blocks[first].register_forward_pre_hook(partial(self._if_inside, "come", first), prepend=True))
             for name, block in self.blocks.items():
-                hooks.callback(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove)
-                hooks.callback(block.register_forward_hook(partial(self._leave, name)).remove)
-            hooks.callback(self.mark, "end")  # before the hooks are removed
-            self.mark("start")
+                keep(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                keep(block.register_forward_hook(partial(self._leave, name), prepend=True))
+            keep(self.blocks[last].register_forward_hook(partial(self._if_inside, "on", last)))
+            keep(self.model.register_forward_hook(self._end))
             yield
+
+    def _start(self, *_: Any) -> None:
+        import torch
+
+        if torch.is_grad_enabled():
+            self._inside += 1
+            self.mark("start")
+
+    def _end(self, *_: Any) -> None:
+        """After the memory engine's hooks at the nodes, which wait for weights."""
+        import torch
+
+        if torch.is_grad_enabled():
+            self._inside -= 1
+            for name, node in self._nodes:
+                node.register_prehook(partial(lambda name, grads: self.mark("back", name), name))
+            self._nodes.clear()
+            self.mark("end")
+
+    def _if_inside(self, what: str, name: str, *_: Any) -> None:
+        if self._inside:
+            self.mark(what, name)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         from deepstow.strategies.engine.tensors.nested import tensors_in
 
-        inputs = (each for each in tensors_in((args, kwargs)) if each.requires_grad and each.is_floating_point())
-        if (first := next(inputs, None)) is not None:
-            first.register_hook(lambda grad: self.mark("done", name))
-        self.mark("in", name)
+        if self._inside:
+            inputs = (each for each in tensors_in((args, kwargs)) if each.requires_grad and each.is_floating_point())
+            if (first := next(inputs, None)) is not None:
+                first.register_hook(lambda grad: self.mark("done", name))
+            self.mark("in", name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         from deepstow.strategies.engine.tensors.nested import tensors_in
 
-        self.mark("out", name)
-        nodes = (tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None)
-        if (first := next(nodes, None)) is not None:
-            first.register_prehook(lambda grads: self.mark("back", name))
+        if self._inside:
+            self.mark("out", name)
+            nodes = ((name, tensor.grad_fn) for tensor in tensors_in(output) if tensor.grad_fn is not None)
+            self._nodes += [first] if (first := next(nodes, None)) is not None else []
 
     def seconds(self) -> UnitTimes | None:
-        """The times between the marks; None if backward did not set the marks that are needed."""
-        names, end = list(self.blocks), ("end", "")
-        forward = [self._between(("in", name), ("out", name)) for name in names]
-        backward = [self._between(("back", name), ("done", name)) for name in names]
-        first = self._between(("start", ""), ("in", names[0]))
-        head = self._between(("out", names[-1]), end), self._between(end, ("back", names[-1]))
-        passed = [each for each in backward if each is not None]  # a frozen embedding's output needs no gradient
-        if None in (*forward, *head, first) or not passed:
+        """The mean of each time over micro-batches; None if what was marked is not forward and backward of blocks."""
+        spans: dict[str, list[float]] = {what: [] for what in SPANS}
+        for (what, _, since), (after, _, until) in pairwise(self.marks):
+            if after in SPANS.get(what, ()):
+                spans[what].append(self._between(since, until))
+        if not all(spans.values()):
             return None
-        block = sum(filter(None, forward)) / len(names), sum(passed) / len(passed)
-        return UnitTimes((first or LEAST, LEAST), block, (head[0] or LEAST, head[1] or LEAST), "")
+        # Heads may come back together, after the last of them has ended.
+        ends = sum(what == "end" for what, _, _ in self.marks)
+        first, forward, on, backward = (fmean(spans[what]) for what in ("start", "in", "on", "back"))
+        return UnitTimes((first, LEAST), (forward, backward), (on, sum(spans["end"]) / ends), "")
 
-    def _between(self, start: tuple[str, str], end: tuple[str, str]) -> float | None:
-        first, last = self.marks.get(start), self.marks.get(end)
-        if first is None or last is None:
-            return None
+    def _between(self, since: Any, until: Any) -> float:
         if self.device.type != "cpu":
-            first.synchronize()
-            last.synchronize()
-        seconds: float = last - first if self.device.type == "cpu" else first.elapsed_time(last) / 1000
+            since.synchronize()
+            until.synchronize()
+        seconds: float = until - since if self.device.type == "cpu" else since.elapsed_time(until) / 1000
         return max(LEAST, seconds)
 
 
@@ -209,7 +252,7 @@ def measure(
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts.run.precision.value, torch.float32)
     model.to(device=device, dtype=dtype)
     model.train()
-    clock = UnitClock(find_blocks(model), torch.device(device))
+    clock = UnitClock(model, find_blocks(model), torch.device(device))
     vocabulary = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
     found = dict[int, list[UnitTimes]]()
     for many in chunks:
@@ -217,9 +260,8 @@ def measure(
         ids = torch.randint(vocabulary, (rows, facts.run.sequence), device=device)
         for number in range(ROUNDS + 1):  # the first warms up
             began = time.perf_counter()
-            with clock.forward():
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
+            with clock.timing():
+                model(input_ids=ids, labels=ids).loss.backward()
             model.zero_grad(set_to_none=True)
             if clock.device.type != "cpu":
                 torch.accelerator.synchronize(device)

@@ -17,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,7 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
 class PlanCheck(TrainerCallback):  # type: ignore[misc]
     """Prints what was measured in the first steps, and adds it to ``plan.txt``, ``plan.json`` and ``facts.json``.
 
-    With a layout steps are timed, and units in the first micro-batch of each. The median counts: while memory is
+    With a layout steps are timed, and units in all micro-batches of each. The median counts: while memory is
     touched for the first time and kernels choose their ways, a step takes up to a third longer. A shorter run is timed
     until its end. On an accelerator each border of a timed step waits for it.
 
@@ -155,12 +155,12 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._plan, self._folder, self._shown, self._without_mask = plan, folder, shown, without_mask
         self._evaluating, self._evaluated = evaluating, False
-        self._layerwise = plan.facts.run.layerwise > 1  # other micro-batches run between the borders of a block
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
         self._masked, self._tokens = True, 0  # of the micro-batch that is counted: it needs a mask; tokens in a row
         self._timed = range(FIRST, LAST + 1) if plan.layout else range(0)
         self._clock: UnitClock | None = None  # of the present step
+        self._hooks = ExitStack()  # its
         self._step_began_s = 0.0
         self._step_s: dict[int, float] = {}  # of each timed step
         self._unit_times: list[UnitTimes] = []
@@ -170,9 +170,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def counting(self, model: nn.Module, step: int) -> Iterator[None]:
-        """Count inside what autograd saves (in step 1) or time blocks (in some steps after it)."""
+        """Count inside what autograd saves (in step 1), or time blocks until the step ends (in some after it)."""
         counts = step == COUNTED - 1 and self._countable
-        times = step + 1 in self._timed and self._clock is None and not self._layerwise
+        times = step + 1 in self._timed and self._clock is None
         if model.training and counts:
             self._countable = False  # others may begin before this one ends
             own = partial(self._look, getcurrent())
@@ -180,9 +180,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
                 yield
             self._storages = storages
         elif model.training and times and (blocks := find_blocks(model)):
-            self._clock = UnitClock(blocks, next(model.parameters()).device)
-            with self._clock.forward():
-                yield
+            self._clock = UnitClock(model, blocks, next(model.parameters()).device)
+            self._hooks.enter_context(self._clock.timing())  # until the step ends
+            yield
         else:
             yield
 
@@ -206,12 +206,11 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         step = state.global_step
         if step in self._timed:
             self._step_s[step] = self._now() - self._step_began_s
+            self._hooks.close()
             if self._clock is not None and (found := self._clock.seconds()) is not None:
                 self._unit_times.append(found)
         if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
-            if self._layerwise:
-                write_line(_row("", "times of blocks are not measured where micro-batches take turns"))
             if 0 < self._tokens < (planned := self._plan.facts.run.sequence):
                 write_line(
                     _row("", f"counted rows have {self._tokens:,} tokens; the plan is for the longest, {planned:,}")
