@@ -151,11 +151,7 @@ def show(arguments: argparse.Namespace) -> None:
         plans = plans_of(config, ranks, machine)
     plan = plans[0]
     cost = plan_cost(plan)
-    before = []
-    if config.distill is not None:
-        from deepstow.trainer.run.teaching import priced
-
-        before = priced(config, plan, machine)
+    before = [line for each in config.switched_on for line in each.plan_lines(config, plan, machine)]
     if evaluation.asked(config):
         line = evaluation.rows(config, plan).line
         before += [line] if line else []

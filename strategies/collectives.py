@@ -259,10 +259,6 @@ class Collectives(Strategy):
         """The facts with the number of slices, by which all others see what an exchange takes."""
         ranks, here = facts.run.copies, facts.machine.ranks or facts.run.copies
         if self._lossy and ranks > 1:
-            if facts.run.pruned and self.local_steps is not None:
-                raise Refusal(
-                    *self._what, "has not been compared beside prune, whose zeros stay; leave one of them out"
-                )
             return replace(facts, run=replace(facts.run, compression=self._compression()))
         if not self._in_phases or here >= ranks or here == 1:
             return facts

@@ -18,7 +18,6 @@ from deepstow.strategies.core.grid import grid_of
 from deepstow.strategies.core.plan import (
     BASELINE,
     RUN,
-    ZEROS,
     Decision,
     EngineSet,
     Impl,
@@ -29,7 +28,6 @@ from deepstow.strategies.core.plan import (
     Reserve,
     Share,
     Stow,
-    When,
 )
 from deepstow.strategies.core.protocol import Axis, Idle, Phase, Refusal, Requirement, Strategy
 from deepstow.strategies.core.registry import find, rules
@@ -120,7 +118,7 @@ def _composed(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
         if not decisions:
             idle[name] = "decided nothing"
         plan = plan.amend(decisions, by=name)
-    plan = plan.amend([*_sums_over_ranks(plan), *_zeros_of_all(plan)], by=BASELINE)
+    plan = plan.amend(_sums_over_ranks(plan), by=BASELINE)
     return replace(plan, idle=MappingProxyType(idle))
 
 
@@ -135,13 +133,6 @@ def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
             owner="data parallel: buckets",
             num_bytes=plan.total(Kind.GRAD) - run.apart * run.trained_bytes,
         )
-
-
-def _zeros_of_all(plan: Plan) -> Iterator[Reserve]:
-    """Where torch's optimizer updates all weights in one step, the zeros of all pruned ones are held meanwhile."""
-    if plan.facts.run.pruned and plan.layout is None:
-        reason = "which weights are zero, a byte each"
-        yield Reserve(unit=RUN, reason=reason, owner=ZEROS, num_bytes=plan.facts.run.pruned, when=When.STEP)
 
 
 def _check_answer(name: str, strategy: Strategy, decision: Decision, plan: Plan) -> None:

@@ -186,6 +186,19 @@ class ModelNumbers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes that something beside model and strategies holds, under the name of its ``owner``: all the time, outside
+    any arena, or ``in_step`` of the optimizer alone.
+    """
+
+    owner: str
+    reason: str
+    num_bytes: int
+    tier: Tier = Tier.DEVICE
+    in_step: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts(ModelNumbers):
     """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
 
@@ -220,8 +233,7 @@ class RunFacts(ModelNumbers):
     two_level: int = 0  # slices of exchanges in phases inside and across machines; 0: ranks exchange in one ring
     compression: Compression | None = None  # of gradients between ranks
     steps: int = 0  # of the optimizer, as the config says; 0: it says epochs
-    pruned: int = 0  # elements of the parameters whose zeros stay
-    largest_pruned: int = 0  # of the largest of them
+    held: tuple[Held, ...] = ()
     evaluation_rows: int = 0  # at a time; 0: no evaluation is counted
     evaluation_bytes: int = 0  # that it takes beside what is on the device between two steps
 

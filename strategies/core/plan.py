@@ -22,15 +22,13 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from deepstow.strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from deepstow.strategies.core.facts import Tier as Tier  # part of the vocabulary of plans
-from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Addresses, Layout
+from deepstow.strategies.core.layout import Addresses, Layout
 from deepstow.strategies.core.peak import Saved, host_room, layerwise_saved, passes_peak
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
 CHUNKS = "chunks"  # the head keeps its logits, and backward computes their softmax again by chunks of rows
 INPUT = "input"  # a block's hidden states, among the names of what may wait on the host
-ZEROS = "pruning: zeros"  # what is held of them during an update
-CHOICE_BYTES = 24  # per element: weight, score, what torch's kthvalue copies, marks and their running count
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
 Slot: TypeAlias = tuple[str, ...]
 
@@ -187,14 +185,17 @@ class Plan:
         if scales := facts.run.scales_bytes:
             reason = "of quantised weights, beside them in every layer"
             decisions.append(Reserve(unit=RUN, reason=reason, owner="scales", num_bytes=scales, in_passes=True))
-        if largest := facts.run.largest_pruned:
-            size, reason = min(largest, SCRATCH_ELEMENTS), "which weights are zero, a stretch at a time"
-            decisions.append(Reserve(unit=RUN, reason=reason, owner=ZEROS, num_bytes=size, in_passes=True))
-            size, reason = largest * CHOICE_BYTES, "the largest matrix, where weights to prune are chosen"
-            choice = Reserve(
-                unit=RUN, reason=reason, owner="pruning: choice", num_bytes=size, tier=Tier.HOST, in_passes=True
+        for each in facts.run.held:
+            held = Reserve(
+                unit=RUN,
+                reason=each.reason,
+                owner=each.owner,
+                num_bytes=each.num_bytes,
+                tier=each.tier,
+                when=When.STEP if each.in_step else When.ALWAYS,
+                in_passes=not each.in_step,
             )
-            decisions.append(choice)
+            decisions.append(held)
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 
     def amend(self, decisions: Iterable[Decision], by: str) -> Plan:

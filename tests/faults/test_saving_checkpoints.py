@@ -30,7 +30,7 @@ def save(output_dir: Path, step: int, *, keep: int = 1, finite: bool = True) -> 
     with saving.draft(output_dir, 0, writes=True) as folder:
         written = make(folder, step, marked=False)
         saving.commit(written, output_dir / written.name, lambda: Manifest(step=step, finite=finite, run=about()))
-        checkpoint.prune(output_dir, keep, step, None)
+        checkpoint.delete_old(output_dir, keep, step, None)
 
 
 def ends_at(number: int, output_dir: Path, work: Callable[[], None]) -> list[str] | None:

@@ -17,16 +17,17 @@ from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine import stowed_by as streamed_by
 from deepstow.strategies.engine.tensors.quantised import keep_packing
 from deepstow.trainer.config.load import load_tree
-from deepstow.trainer.data import prepare, pydoc_rows, teacher
+from deepstow.trainer.data import prepare, pydoc_rows
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.machine.probe import probe
-from deepstow.trainer.model import quantise, student
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model import quantise
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning.streamed import placed
+from deepstow.trainer.recipes.distill import TEACHER, teacher
 from deepstow.trainer.run import data
 from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.checks import Before, check
@@ -122,16 +123,6 @@ def both(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_hidden_states_under_the_engine_and_resumed(home: Path, both: Path, tmp_path: Path) -> None:
-    saves = {"save_strategy": "steps", "save_steps": 2}
-    assert train(tree_of(home, tmp_path / "run", TRAVEL, training=saves, **BOTH)) == 0
-    assert same(weights(tmp_path / "run"), weights(both))
-    again = {**saves, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2")}
-    assert train(tree_of(home, tmp_path / "again", TRAVEL, training=again, **BOTH)) == 0
-    assert same(weights(tmp_path / "again"), weights(both))
-    assert train(tree_of(home, tmp_path / "other", training=again)) == ExitCode.CONFIG  # logits alone
-
-
 @pytest.mark.parametrize("on", ["logits", "both"])
 def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, both: Path, tmp_path: Path, on: str) -> None:
     """Rounding apart: the teacher's batches are others, and its answers are added up in another order."""
@@ -157,20 +148,21 @@ def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, both: Path, tmp_
     )
 
 
-def test_under_the_engine_and_resumed(home: Path, plain: Path, tmp_path: Path) -> None:
+def test_under_the_engine_and_resumed(home: Path, both: Path, tmp_path: Path) -> None:
     """The same bits with weights that travel, for a run that goes on from its second step; not with another teacher."""
     saves = {"save_strategy": "steps", "save_steps": 2}
-    assert train(tree_of(home, tmp_path / "run", TRAVEL, training=saves)) == 0
-    assert same(weights(tmp_path / "run"), weights(plain))
+    assert train(tree_of(home, tmp_path / "run", TRAVEL, training=saves, **BOTH)) == 0
+    assert same(weights(tmp_path / "run"), weights(both))
     again = {**saves, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2")}
-    assert train(tree_of(home, tmp_path / "again", TRAVEL, training=again)) == 0
-    assert same(weights(tmp_path / "again"), weights(plain))
-    assert train(tree_of(home, tmp_path / "other", training=again, alpha=0.5)) == ExitCode.CONFIG
+    assert train(tree_of(home, tmp_path / "again", TRAVEL, training=again, **BOTH)) == 0
+    assert same(weights(tmp_path / "again"), weights(both))
+    for other in ({**BOTH, "alpha": 0.5}, {}):
+        assert train(tree_of(home, tmp_path / "other", training=again, **other)) == ExitCode.CONFIG
     changed = tmp_path / "teacher"
     changed.mkdir()
     for path in (home / "teacher").iterdir():
         (changed / path.name).write_bytes(path.read_bytes() + b" " * (path.name == "config.json"))
-    tree = tree_of(home, tmp_path / "run", training={**saves, "resume_from_checkpoint": "auto", "max_steps": 6})
+    tree = tree_of(home, tmp_path / "run", training={**saves, "resume_from_checkpoint": "auto", "max_steps": 6}, **BOTH)
     (home / "teacher").rename(home / "kept")
     changed.rename(home / "teacher")
     assert train(tree) == ExitCode.CONFIG
@@ -235,7 +227,7 @@ def test_several_teachers(
     tree = load_tree(tree_of(home, tmp_path / "two", teacher=shares))
     rows: Any = read_data(tree, Ranks(), quiet=True)[1].train
     kept = max((tmp_path / "cache").glob("*/000000.arrow"), key=lambda path: path.stat().st_mtime)
-    answer = Dataset.from_file(str(kept))[0][student.TEACHER]
+    answer = Dataset.from_file(str(kept))[0][TEACHER]
     ids = torch.tensor(rows[0]["input_ids"])[None]
     models = [transformers.AutoModelForCausalLM.from_pretrained(name) for name in shares]
     with torch.no_grad():
@@ -268,14 +260,12 @@ def test_the_plan_says_what_a_teacher_takes(home: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"on": "states"}, 'distill.on = "states": must be one of logits, hidden, both'),
         (
             {"on": "both", "teacher": "wide"},
             "hidden states of {home}/wide have 48 numbers, and the student's 32",
         ),
         ({"on": "hidden", "teacher": {"one": 1, "two": 1}}, "hidden states of several teachers have no average"),
         ({"hidden_weight": 2}, "distill.hidden_weight = 2: is for distill.on: hidden or both"),
-        ({"teacher": {}}, "distill.teacher = {{}}: must be a folder or hub name, or several with a weight > 0 each"),
         ({"teacher": {"teacher": 0.0}}, "must be a folder or hub name, or several with a weight > 0 each"),
         ({"teacher": "other"}, "its tokenizer has {less} tokens, and that of {home}/student has 300"),
         ({"teacher": "nowhere"}, "distill.teacher = '{home}/nowhere': there is no such folder"),
@@ -290,8 +280,6 @@ def test_the_plan_says_what_a_teacher_takes(home: Path) -> None:
             "training.label_smoothing_factor = 0.1: cannot go with distill",
         ),
         ({"alpha": 1.5}, "distill.alpha = 1.5: must be a number >= 0 and <= 1"),
-        ({"temperature": 0.0}, "distill.temperature = 0.0: must be a number > 0"),
-        ({"loss": "kl"}, 'distill.loss = "kl": must be one of forward_kl, reverse_kl, jsd'),
     ],
 )
 def test_refused(
@@ -325,21 +313,21 @@ def test_a_teacher_in_few_bits(home: Path, tmp_path: Path, bits: str) -> None:
     words, prepared = read_data(config, Ranks(), quiet=True)
     found, said = [], list[str]()
     for room in (560 << 10, (500 if bits == "int8" else 400) << 10):  # 173 KiB of it for logits
-        lesson = teacher.check(config, words, prepared, config_of(config), room, tmp_path / str(room), said.append)
+        lesson = teacher.lesson_of(config, words, prepared, config_of(config), room, tmp_path / str(room), said.append)
         place = (tmp_path / str(room), torch.device("cpu"), said.append)
-        rows: Any = teacher.answered(config, lesson, words, prepared, *place, compares=False).train
-        found.append(rows[:][student.TEACHER])
+        rows: Any = teacher.with_answers(config, lesson, words, prepared, *place, compares=False).train
+        found.append(rows[:][TEACHER])
     assert found[0] == found[1]
     assert "all on the device" in said[0] and "streamed through" in said[1]
     assert bits != "int8" or "369.7 KiB of weights" in said[0]  # by hand: 30 x 9,984 B, and 77.0 KiB outside blocks
     exact = load_tree(tree_of(home, tmp_path, data={"limit": 1}))
-    other = teacher.check(exact, words, prepared, config_of(exact), 20 << 20, tmp_path, said.append)
+    other = teacher.lesson_of(exact, words, prepared, config_of(exact), 20 << 20, tmp_path, said.append)
     assert other.key != lesson.key
     few = {"int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}[bits]
     options = {"quantization_config": transformers.BitsAndBytesConfig(**few), "device_map": {"": "cpu"}}
     model = transformers.AutoModelForCausalLM.from_pretrained(home / "teacher", **options)
     keep_packing(model)
-    asked = rows.remove_columns(student.TEACHER)
+    asked = rows.remove_columns(TEACHER)
     batch = Collator(0, packing=False)([asked[i] for i in range(3)])  # int8 finds outliers by batch
     length = int((batch.pop("labels")[0, 1:] != -100).sum())
     with torch.no_grad():

@@ -18,8 +18,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import loss_terms
-from deepstow.trainer.model.build import build, load_config
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import build, config_of, load_config
 from deepstow.trainer.planning.facts import check_model
 from deepstow.trainer.verify.verify import full_weights
 from tests.helpers.moves import ROWS, Kind, made

@@ -119,8 +119,8 @@ class Scaled(Recipe):
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(self.options(config).by)
 
-    def sentence(self, config):
-        return f"Its head was multiplied by {self.options(config).by} before."
+    def sentence(self, session):
+        return f"Its head was multiplied by {self.options(session.config).by} before."
 
     def exports(self, config):
         return {"sizes": self.options(config).model_dump()}
@@ -326,7 +326,7 @@ def test_a_recipe(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
         ({"scaled:Scaled": {"by": 1.0, "twice": True}}, "scaled:Scaled.twice = true: changes nothing; leave it out"),
         ({"scaled:NoWriter": {}}, "recipes.scaled:NoWriter = {}: has exports, and no method writer(config, exact)"),
         ({"scaled:Scale": {}}, "scaled has no Scale; did you mean 'Scaled'"),
-        ({"scaled": {}}, "is none of export, quantize, nor module:Class, as in my_module:Recipe"),
+        ({"scaled": {}}, "is none of distill, export, prune, quantize, nor module:Class, as in my_module:Recipe"),
         ({"quantize": {}}, "recipes.quantize = {}: has a section of its own; write quantize: {...}"),
         (["scaled:Scaled"], "must be a section: indented 'module:Class: {options}' lines"),
     ],

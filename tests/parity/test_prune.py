@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from deepstow.trainer.data.collate import Collator
-from deepstow.trainer.model.sparsity import chosen, exact, keep_zeros, replace
+from deepstow.trainer.recipes.prune.zeros import chosen, exact, keep_zeros, replace
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import in_turns, slowly
 from tests.helpers.models import build

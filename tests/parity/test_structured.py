@@ -18,12 +18,12 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe
-from deepstow.trainer.model import structured
-from deepstow.trainer.model.structured import FAMILIES, cut, sizes_of, smaller
+from deepstow.trainer.model import build
 from deepstow.trainer.planning.from_config import plan_of
 from deepstow.trainer.planning.streamed import plan_within
+from deepstow.trainer.recipes.prune.sizes import FAMILIES, cut, sizes_of, smaller
+from deepstow.trainer.recipes.prune.structured import chosen, scored
 from deepstow.trainer.run import session as runs
-from deepstow.trainer.run.structured import chosen, scored
 from tests.e2e.commands import write_jsonl
 from tests.helpers.sides import unequal
 from tests.helpers.tiny import LLAMA
@@ -238,8 +238,8 @@ def test_heads_that_a_family_cannot_have(tmp_path: Path) -> None:
         transformers.AutoConfig.for_model(family, **MODEL | sizes).save_pretrained(tmp_path / family)
     run = tmp_path / "run"
     config = config_of(tmp_path / "mistral", run, {"sparsity": 0.34})
-    assert structured.config_of(config).num_attention_heads == 8
+    assert build.config_of(config).num_attention_heads == 8
     with pytest.raises(ConfigError, match=r"8 of 12 heads would stay, which llama .* cannot have .*; 0.50 keeps 6, or"):
-        structured.config_of(config_of(tmp_path / "llama", run, {"sparsity": 0.34}))
+        build.config_of(config_of(tmp_path / "llama", run, {"sparsity": 0.34}))
     better = config_of(tmp_path / "llama", run, {"sparsity": 0.50})
-    assert structured.config_of(better).num_attention_heads == 6
+    assert build.config_of(better).num_attention_heads == 6

@@ -11,7 +11,7 @@ from deepstow.strategies.state import commit
 from deepstow.strategies.state.sealed import MANIFEST, Damaged
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import checkpoint
-from deepstow.trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, prune, verified
+from deepstow.trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, delete_old, verified
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
 
@@ -103,7 +103,7 @@ def test_prune_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for step in (10, 20, 30, 40):
         make(tmp_path, step)
     monkeypatch.chdir(tmp_path)  # Hugging Face may name the best one by a relative path
-    prune(tmp_path, 1, 40, Path("checkpoint-20"))
+    delete_old(tmp_path, 1, 40, Path("checkpoint-20"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-40"]
 
 
@@ -115,7 +115,7 @@ def test_the_newest_finite_one_is_never_deleted(tmp_path: Path, finite: tuple[bo
     for step, is_finite in enumerate(finite, start=1):
         make(tmp_path, step, finite=is_finite)
         good += [step] * is_finite
-        prune(tmp_path, keep, step, None)
+        delete_old(tmp_path, keep, step, None)
         left = steps(tmp_path)
         newest = range(max(1, step - keep + 1), step + 1)
         assert set(left) == {*newest, *good[-1:]}
@@ -126,7 +126,7 @@ def test_checkpoints_of_later_steps_do_not_push_out_the_one_just_written(tmp_pat
     for step in (10, 20, 30, 40):
         make(tmp_path, step)
     make(tmp_path, 5, marked=False)  # what is not complete is left alone
-    prune(tmp_path, 1, 20, None)
+    delete_old(tmp_path, 1, 20, None)
     assert steps(tmp_path) == [20, 30, 40] and (tmp_path / "checkpoint-5").is_dir()
 
 
@@ -141,7 +141,7 @@ def test_half_deleted_has_no_name_and_goes_with_the_next_save(tmp_path: Path, mo
 
     monkeypatch.setattr(commit.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        prune(tmp_path, 1, 20, None)
+        delete_old(tmp_path, 1, 20, None)
     monkeypatch.setattr(commit.shutil, "rmtree", remove)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", DELETED]
     clear(tmp_path)
@@ -153,7 +153,7 @@ def test_of_a_link_nothing_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint-10").symlink_to("../archive/checkpoint-10")
     make(tmp_path / "run", 20)
-    (line,) = prune(tmp_path / "run", 1, 20, None)
+    (line,) = delete_old(tmp_path / "run", 1, 20, None)
     assert "checkpoint-10: a symbolic link, so it is kept though training.save_total_limit = 1" in line
     assert verified(elsewhere).step == 10
     assert resumed(tmp_path / "run", str(tmp_path / "run/checkpoint-10"))[0] == tmp_path / "run/checkpoint-10"

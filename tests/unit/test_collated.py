@@ -11,7 +11,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.model import build
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning.facts import count_model
 from deepstow.trainer.run.collated import collated
 from deepstow.trainer.run.plan_check import count_saved

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from deepstow.launch.plan import main
-from deepstow.trainer.config.sections import DistillSection
 from deepstow.trainer.model.count_cache import cached, name_of
 from deepstow.trainer.planning.facts import ModelCount, asked, count_model
+from deepstow.trainer.recipes.distill import DistillSection
 from tests.helpers.tiny import LLAMA, run_config
 
 ROOT = Path(__file__).resolve().parents[2]

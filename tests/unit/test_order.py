@@ -181,9 +181,8 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any], str]]
     ),
     "DATA weights": (lambda home: {"config": described(home)}, {}, "model.name_or_path = "),
     "ROWS model": (lambda _: {"config": run_config(), "model": BertConfig()}, {}, "see the words that follow"),
-    "ROWS teacher": (
-        lambda _: {"config": run_config().model_copy(update={"distill": Some(on="hidden")})},
-        {"teaching.teacher.configs_of": lambda _: {"big": LlamaConfig(hidden_size=64)}}, "have 64 numbers",
+    "ROWS recipes": (
+        lambda _: {"config": Some(switched_on=[Some(refuse_before_rows=no_export)])}, {}, "knows no such model"
     ),
     "ROWS buffers": (
         lambda _: {"config": run_config(), "model": None}, {"checks.build.refuse_lost_buffers": says_no}, "buffers"

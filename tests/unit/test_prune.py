@@ -11,17 +11,16 @@ from torch.sparse._semi_structured_conversions import (
 )
 
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.plan import CHOICE_BYTES, ZEROS
 from deepstow.strategies.engine.updating.optim import zeros_stay
 from deepstow.trainer.config.load import load_tree
-from deepstow.trainer.config.smaller_sections import PruneSection
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe
-from deepstow.trainer.model.pruned import matches, rounds
-from deepstow.trainer.model.sparsity import chosen, smallest
 from deepstow.trainer.planning.from_config import check_options, plan_of
-from deepstow.trainer.run.pruning import layers_of
+from deepstow.trainer.recipes.prune import CHOICE_BYTES, ZEROS, PruneSection
+from deepstow.trainer.recipes.prune.pruning import layers_of
+from deepstow.trainer.recipes.prune.rounds import matches, rounds
+from deepstow.trainer.recipes.prune.zeros import chosen, smallest
 from tests.helpers.models import build
 from tests.helpers.tiny import GPT2, run_config
 
@@ -112,9 +111,7 @@ def config_of(prune: Any, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("prune", "more", "line"),
     [
-        ({"method": "l1"}, {}, 'prune.method = "l1": must be one of magnitude, wanda, 2:4'),
         ({"sparsity": 1.0}, {}, "prune.sparsity = 1.0: must be a number > 0 and < 1"),
-        ({"sparcity": 0.5}, {}, "prune.sparcity = 0.5: unknown key; did you mean 'sparsity'?"),
         ({"method": "2:4", "sparsity": 0.7}, {}, "prune.sparsity = 0.7: two of four are half"),
         ({"method": "2:4", "schedule": "cubic"}, {}, 'prune.schedule = "cubic": two of four go at once'),
         ({"modules": "("}, {}, 'prune.modules = "(": is no regular expression'),
@@ -137,8 +134,7 @@ def test_refused(prune: Any, more: Any, line: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategies", "ranks"),
-    [({"zero": {"stage": stage}}, 1) for stage in (1, 2, 3)]
-    + [({"tensor": {"degree": 2}}, 2), ({"pipeline": {"stages": 2}}, 2), ({}, 2)],
+    [({"zero": {"stage": 2}}, 1), ({"pipeline": {"stages": 2}}, 2), ({}, 2)],
 )
 def test_ranks_and_deepspeed_are_refused(strategies: Any, ranks: int) -> None:
     config = config_of({}, strategies=strategies, gradient_accumulation_steps=2)
@@ -154,8 +150,7 @@ def test_priced() -> None:
         for each in ({}, {"offload": {"site": "host"}})
     )
     device, engine = ({each.owner: each.num_bytes for each in one.reserves(Tier.DEVICE)} for one in (plain, stowed))
-    assert device[ZEROS] == plain.facts.run.pruned == 2 * (32 * 64 + 32 * 32)
-    assert engine[ZEROS] == stowed.facts.run.largest_pruned == 32 * 64
+    assert device[ZEROS] == 2 * (32 * 64 + 32 * 32) and engine[ZEROS] == 32 * 64
     without = plan_of(run_config(strategies={"offload": {"site": "host"}}), Ranks(), probe())
     assert stowed.peak(Tier.DEVICE) == without.peak(Tier.DEVICE) + 32 * 64
     assert stowed.peak(Tier.HOST) == without.peak(Tier.HOST) + CHOICE_BYTES * 32 * 64

@@ -214,7 +214,7 @@ def unknown_key(key: Key, siblings: Sequence[str]) -> str:
     """The error message for ``key``, whose section has the keys ``siblings``."""
     if words := foreign(key):
         return f"unknown key; {words}"
-    if len(key) > 2 and (hint := nearest(key[-1], siblings)):  # alpha beside lora_alpha is not distill.alpha
+    if len(key) > 2 and (hint := nearest(key[-1], siblings)):  # alpha beside lora_alpha is not that of another section
         return f"unknown key{hint}"
     others = [known for known in known_keys() if known != ".".join(key)]
     for ending in (".".join(key), key[-1]):

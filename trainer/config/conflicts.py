@@ -13,7 +13,6 @@ from deepstow.strategies.core.compatibility import parts_of, values_in
 from deepstow.strategies.core.optimizers import options_of
 from deepstow.strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
 from deepstow.strategies.core.registry import available, find, rules
-from deepstow.trainer.config import smaller
 from deepstow.trainer.config.recipe import RECIPES, Recipe
 from deepstow.trainer.config.yaml_file import MISSING, Fault
 from deepstow.trainer.formats.format import FORMATS
@@ -51,7 +50,6 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
         *_quantised(m, t),
         *_compiled(m, t),
     ]
-    found += smaller.conflicts(sections)
     found += of_recipes([each for each in RECIPES.values() if sections[each.name]], sections)
     name = sections["task"].name if isinstance(sections["task"].name, str) else ""
     if name in TASKS:  # what fields others have is seen with their code
@@ -61,7 +59,16 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
 
 def of_task(task: Task | None, sections: Mapping[str, Values]) -> list[Fault]:
     """Every conflict with the task; None: it is not known yet, or wrong."""
-    return [] if task is None else faults(sections, [*_keys_of(task, sections), *smaller.of_task(task, sections)])
+    if task is None:
+        return []
+    alone = [each.name for each in RECIPES.values() if each.language and sections[each.name]]
+    return faults(sections, [*_keys_of(task, sections), *language_alone(task, alone)])
+
+
+def language_alone(task: Task, keys: Iterable[str]) -> Found:
+    """Of ``keys`` that are for tasks that predict the next token alone."""
+    for key in () if task.language else keys:
+        yield key, f"is for task sft and pretrain, and this is {task.name}; leave it out"
 
 
 def of_recipes(recipes: Sequence[Recipe], sections: Mapping[str, Values]) -> Found:

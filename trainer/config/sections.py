@@ -30,7 +30,6 @@ from deepstow.trainer.config.arguments import (
 )
 from deepstow.trainer.config.conflicts import MAPPED, conflicts
 from deepstow.trainer.config.recipe import RECIPES, Recipe
-from deepstow.trainer.config.smaller_sections import DistillSection, PruneSection
 from deepstow.trainer.config.yaml_file import COMMAND_LINE, Key, Location, dotted, error_line, location_of, write
 from deepstow.trainer.errors import ConfigError, UserError
 from deepstow.trainer.formats.format import FORMATS, Format
@@ -273,9 +272,7 @@ def _found(registry: Registry[T], key: str, name: str, folders: tuple[Path, ...]
 
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
 # What is not done without them.
-OPTIONAL: Mapping[str, type[Section]] = {
-    "distill": DistillSection, "prune": PruneSection, **{name: each.section for name, each in RECIPES.items()}
-}  # fmt: skip
+OPTIONAL: Mapping[str, type[Section]] = {name: each.section for name, each in RECIPES.items()}
 
 
 class _Known(Section):
@@ -287,8 +284,6 @@ class _Known(Section):
     model: ModelSection
     data: DataSection = Field(json_schema_extra=on_resume("data"))
     training: TrainingSection
-    distill: DistillSection | None = Field(default=None, json_schema_extra=on_resume("loss"))
-    prune: PruneSection | None = Field(default=None, json_schema_extra=on_resume("pruning"))
 
 
 if TYPE_CHECKING:

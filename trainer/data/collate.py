@@ -12,10 +12,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from deepstow.strategies.parallel.varlen import DOCUMENTS, Documents
@@ -24,10 +23,10 @@ from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import build
 from deepstow.trainer.model.attention import of_copy
-from deepstow.trainer.model.distilled_loss import TEACHER
 from deepstow.trainer.model.shrink import VOCAB, small_copy
 
 if TYPE_CHECKING:
+    from deepstow.trainer.config.recipe import Column
     from deepstow.trainer.config.sections import RunConfig
 
 MULTIPLE = 8
@@ -37,8 +36,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``MULTIPLE``. Rows that a teacher
-    has answered have its answers as bytes, those at positions whose next token is trained, in order. An attention that
+    """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``MULTIPLE``. An attention that
     takes documents is told how long they are (``varlen.Documents``).
     """
 
@@ -47,6 +45,7 @@ class Collator:
     flatten: bool = False  # one row [1, rows * length]; for packing with flash attention
     least: int = 0  # tokens; compiled blocks take rows of one length
     documents: bool = False  # attention takes documents; for packing
+    columns: Mapping[str, Column] = field(default_factory=dict)  # of recipes, that rows may have
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         longest = max(self.least, *(len(row["input_ids"]) for row in rows))
@@ -65,22 +64,13 @@ class Collator:
             batch[third][index, :used] = torch.as_tensor(row["position_ids"]) if self.packing else 1
             if self.packing:
                 batch[third][index, used:] = torch.arange(length - used)
-        if TEACHER in rows[0]:
-            batch[TEACHER] = answers_of(rows, batch["labels"])
+        for name in (each for each in self.columns if each in rows[0]):
+            batch[name] = self.columns[name](rows, batch["labels"])
         if self.documents:
             batch[DOCUMENTS] = Documents.at(batch["position_ids"])
         if self.flatten:
             return {name: tensor.flatten(0, 1)[None] for name, tensor in batch.items()}
         return batch
-
-
-def answers_of(rows: Sequence[Mapping[str, Any]], labels: torch.Tensor) -> torch.Tensor:
-    """The teacher's answers at every position, int32 [rows, length, width]; 0 where the next token is not trained."""
-    predicts = torch.nn.functional.pad(labels, (0, 1), value=MASKED)[:, 1:] != MASKED
-    stored = np.frombuffer(b"".join(row[TEACHER] for row in rows), np.int32)
-    found = torch.zeros(*labels.shape, len(stored) // int(predicts.sum()), dtype=torch.int32)
-    found[predicts] = torch.from_numpy(stored.copy()).view(int(predicts.sum()), -1)
-    return found
 
 
 def check_packing(config: RunConfig) -> None:

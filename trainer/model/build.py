@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from deepstow.trainer.config.sections import LoraSection, ModelSection
+    from deepstow.trainer.config.sections import LoraSection, ModelSection, RunConfig
 
 logger = logging.getLogger(__name__)
 HEADS = re.compile("For(Sequence|Token)Classification")
@@ -50,6 +50,16 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
     config = _own_config(section, vocab_size)
     config.use_cache = False
     return config
+
+
+def config_of(config: RunConfig) -> PretrainedConfig:
+    """The configuration of the model that is trained. ConfigError: there is none, or a recipe cannot change it so."""
+    tokenizer = config.model.tokenizer
+    trained = None if tokenizer is None or isinstance(tokenizer, str) else tokenizer  # which is yet to be
+    found = load_config(config.model, None if trained is None else trained.vocab_size)
+    for recipe in config.switched_on:
+        found = recipe.model_config(found, config)
+    return found
 
 
 def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConfig:

@@ -88,8 +88,6 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
         "model": model,
         "task": config.task,
         "code": getattr(config.chosen_task, "code", ""),  # of a task from outside
-        "prune": config.prune and config.prune.is_structured and [config.prune.sparsity, config.prune.parts],
-        "distill": config.distill and [config.distill.loss, config.distill.top_k, config.distill.on],
         "recipes": {each.name: [each.counted_by(config), getattr(each, "code", "")] for each in config.switched_on},
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},

@@ -137,7 +137,7 @@ def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:
 
     task, autocast = config.chosen_task, facts.autocast_of(config)
     given, labels = dict(inputs), None
-    if task.language and config.distill is None:
+    if task.language and not any(each.own_loss for each in config.switched_on):
         labels = given.pop("labels")
         labels = given.pop("shift_labels", labels)  # of a slice of a row
     with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):

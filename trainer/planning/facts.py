@@ -35,13 +35,12 @@ from deepstow.strategies.core.protocol import Axis, Phase, Refusal, Requirement
 from deepstow.strategies.core.sizes import OVERHEAD_BYTES
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.machine.profiles import known_rates
-from deepstow.trainer.model import attention, config_keys, hub, loss_terms, pruned
+from deepstow.trainer.model import attention, config_keys, hub, loss_terms
 from deepstow.trainer.model.adapters import loraplus_groups
-from deepstow.trainer.model.build import with_lora
+from deepstow.trainer.model.build import config_of, with_lora
 from deepstow.trainer.model.count_cache import cached
 from deepstow.trainer.model.params import decay_groups, list_params
 from deepstow.trainer.model.quantise import quantise
-from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import positions
 from deepstow.trainer.tasks.task import TASKS, loaded
 
@@ -89,11 +88,8 @@ def gather(
     run = run_facts(config, world_size)
     if refused := _not_layerwise(config):
         whole = replace(whole, not_layerwise=refused)
-    if config.prune is not None and not config.prune.is_structured:
-        sizes = pruned.sizes(config.prune, whole.units, whole.params)
-        if not sizes:
-            raise config.error("prune.modules", config.prune.modules, "no layer of a block has such a name")
-        run = replace(run, pruned=sum(sizes), largest_pruned=max(sizes))
+    held = [each for recipe in config.switched_on for each in recipe.memory(config, whole, run)]
+    run = replace(run, held=tuple(held))
     return facts_of(whole, run, config.strategies, machine, local_world_size)
 
 
@@ -102,7 +98,7 @@ def _not_layerwise(config: RunConfig) -> str:
     kwargs = config.training.gradient_checkpointing_kwargs or config.training.activation_checkpointing_kwargs or {}
     reasons = {
         f"a loss of task: {config.task} may run the model twice": not config.chosen_task.runs_once,
-        "distill would keep the answers of all micro-batches on the device": config.distill is not None,
+        **{each.not_layerwise: bool(each.not_layerwise) for each in config.switched_on},
         "reentrant checkpoints run a backward of their own": bool(kwargs.get("use_reentrant")),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
@@ -275,7 +271,6 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     from deepstow.strategies.engine.forward.compiled import compile_blocks
     from deepstow.strategies.engine.tensors import quantised
-    from deepstow.trainer.model import student
     from deepstow.trainer.model.stubs import fake_tensors
 
     precision, task = precision_of(config), config.chosen_task
@@ -293,11 +288,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         model.train()
         shape, slices = (run_facts(config, 1).micro_batch, config.data.max_length), run_facts(config, 1).slices
         inputs = inputs_of(config, model, shape, masked=masked)
-        if config.distill is not None:
-            text = model.config.get_text_config()
-            how = student.comparison(config, text.vocab_size, student.width_of(text))
-            student.learn(model, config, how)
-            inputs[student.TEACHER] = torch.zeros(*shape, how.width, dtype=torch.int32)
+        for recipe in config.switched_on:
+            inputs |= recipe.counted_loss(model, config, shape)
         shift = task.language
         call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
         found = _counted_forward(model, call, shape)

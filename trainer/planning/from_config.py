@@ -23,18 +23,17 @@ from deepstow.strategies.planner.hybrid.chunks import divisors
 from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.report import full_report, short_plan
 from deepstow.trainer.config.check import section_faults
-from deepstow.trainer.config.conflicts import faults, of_recipes, of_task
-from deepstow.trainer.config.recipe import Recipe, whole_weights
+from deepstow.trainer.config.conflicts import faults, language_alone, of_recipes, of_task
+from deepstow.trainer.config.recipe import RECIPES, Recipe
 from deepstow.trainer.config.sections import flat
-from deepstow.trainer.config.smaller import language_alone
 from deepstow.trainer.config.yaml_file import Fault, dotted
 from deepstow.trainer.errors import ConfigError, TooLargeError, warning, write_line
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import peak_flops
 from deepstow.trainer.machine.profiles import known_rates
 from deepstow.trainer.model import attention, build
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.model.shrink import PER_LAYER
-from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.planning import facts, positions
 from deepstow.trainer.tasks.task import TASKS, only_language
 from deepstow.trainer.values import Values
@@ -189,12 +188,6 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     return TooLargeError(line, refused.tier.value, lambda: refused.needed, refused.budget)
 
 
-def _of_prune(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Zeros are kept where torch or the engine has all of each weight on one rank."""
-    if config.prune is not None and not config.prune.is_structured:
-        yield from whole_weights(config, world_size, "prune", config.prune.model_dump(exclude_unset=True))
-
-
 def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
     """Raise ConfigError with a line for each option that cannot work in such a run, known before data is read or the
     model is described; with ``installed`` also for packages and the device here, while a plan may be for another
@@ -226,21 +219,22 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         facts.refuse(config, found)
     task = config.chosen_task
     of_strategies = [*refusals(config.strategies, facts.run_facts(config, world_size))]
-    found = [*task.refusals(config), *of_strategies, *_of_prune(config, world_size), *found]
+    ours = [each for name, each in RECIPES.items() if getattr(config, name) is not None]
+    of_ours = [one for each in ours for one in each.refusals(config, world_size, installed=installed)]
+    found = [*task.refusals(config), *of_strategies, *of_ours, *found]
     facts.refuse(config, found)
     if config.task not in TASKS and (of_it := of_task(task, flat(config.tree()))):
         raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in of_it)
-    _refuse_recipes(config, world_size, installed=installed)
+    _refuse_outside(config, world_size, installed=installed)
     with config.placing():
         for part in config.data.parts():
             part.asked_format()
             part.asked_reader()
 
 
-def _refuse_recipes(config: RunConfig, world_size: int, *, installed: bool) -> None:
-    """Raise ConfigError for what a recipe cannot do in such a run; of those from outside first for their options."""
-    on, found = config.switched_on, list[Fault]()
-    others = [each for each in on if each.name in config.recipes]
+def _refuse_outside(config: RunConfig, world_size: int, *, installed: bool) -> None:
+    """Raise ConfigError for what a recipe from outside cannot do in such a run; first for its options."""
+    others, found = [each for each in config.switched_on if each.name in config.recipes], list[Fault]()
     for each in others:
         found += section_faults(each.section, config.recipes[each.name], ("recipes", each.name))
         if type(each).exports is not Recipe.exports and type(each).writer is Recipe.writer:
@@ -254,7 +248,7 @@ def _refuse_recipes(config: RunConfig, world_size: int, *, installed: bool) -> N
         found += faults(sections, language_alone(config.chosen_task, alone))
     if found:
         raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in found)
-    facts.refuse(config, [one for each in on for one in each.refusals(config, world_size, installed=installed)])
+    facts.refuse(config, [one for each in others for one in each.refusals(config, world_size, installed=installed)])
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:

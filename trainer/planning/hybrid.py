@@ -34,7 +34,7 @@ from deepstow.strategies.report.run_budget import Asked, Step
 from deepstow.trainer.config.load import build
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.machine.profiles import COMMAND, across, known_rates, stored_at
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning.facts import check_model, gather, run_facts
 from deepstow.trainer.planning.fit import changes
 from deepstow.trainer.planning.from_config import narrowed

@@ -27,9 +27,9 @@ from deepstow.trainer.data import endings
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.distributed.ranks import name_device
 from deepstow.trainer.errors import ConfigError, warning, write_line
-from deepstow.trainer.model import build, contents, mapped, parts, student, tying
+from deepstow.trainer.model import build, contents, mapped, parts, tying
 from deepstow.trainer.model.adapters import loraplus
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import facts
 from deepstow.trainer.registry import codes
 from deepstow.trainer.run import checkpoint, inputs, metrics, model_changes, resuming, trackers
@@ -37,7 +37,6 @@ from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, Pr
 from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
 from deepstow.trainer.run.plan_check import PlanCheck
 from deepstow.trainer.run.profile import Profile
-from deepstow.trainer.run.pruning import Pruning
 from deepstow.trainer.run.stage_trial import form_of_stages
 from deepstow.trainer.run.task_trainer import adapters_follow, class_for, left_out, options
 from deepstow.trainer.run.trainer import Trainer
@@ -141,8 +140,8 @@ def make_model(session: Session) -> Built:
             line = f"strategies.pipeline: {error}"
             raise ConfigError(config.located("strategies.pipeline", line)) from None
     model_changes.apply_strategies(weights, config, plan)
-    if session.lesson is not None:
-        student.learn(weights, config, session.lesson.how)
+    for recipe in config.switched_on:
+        recipe.set_loss(weights, session)
     return Built(weights, stage, pour)
 
 
@@ -179,7 +178,7 @@ def make_trainer(session: Session) -> Trainer:
         plan_check=plan_check,
         describe=partial(describe, session, built.stage),
         make_optimizer=partial(loraplus, ratio=ratio) if ratio is not None else None,
-        scores_alone=task.language and session.lesson is None,
+        scores_alone=task.language and not any(each.own_loss for each in config.switched_on),
         callbacks=[
             ProgressLine(whole=training.compute_metrics is not None),
             file,
@@ -196,8 +195,8 @@ def make_trainer(session: Session) -> Trainer:
             session.say(line)
         left = trainer.about.data.model_copy(update={"rows": len(trainer.train_dataset)})  # type: ignore[arg-type]
         trainer.about = trainer.about.model_copy(update={"data": left})  # TRL may have dropped some
-    if config.prune is not None and session.smaller is None:
-        trainer.add_callback(Pruning(trainer, config))
+    for callback in (each for recipe in config.switched_on for each in recipe.callbacks(session, trainer)):
+        trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)  # our line says more
     trackers.take_over(trainer)
     if training.profile is not None:
@@ -267,6 +266,7 @@ def about(session: Session, stage: Stage | None, model: PreTrainedModel) -> Abou
     rows = None if session.config.data.streaming else len(data.train)  # type: ignore[arg-type]
     weights = inputs.recorded(session.config, session.ranks, session.resumed)
     brought = contents.code(session.config.model, as_loaded)
+    files = {fact: value for each in session.config.switched_on for fact, value in each.recorded(session).items()}
     return About(
         config=tree,
         arguments=resuming.resolved(session.config, tree["training"]),
@@ -275,7 +275,7 @@ def about(session: Session, stage: Stage | None, model: PreTrainedModel) -> Abou
         code=code,
         world_size=session.ranks.world_size,
         threads=torch.get_num_threads(),
-        data=DataFacts(**data.contents._asdict(), rows=rows, teacher=session.lesson.teacher if session.lesson else ""),
+        data=DataFacts(**data.contents._asdict(), rows=rows, **files),
         model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes, weights=weights, code=brought),
     )
 

@@ -207,7 +207,7 @@ def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
 # --- deleting --------------------------------------------------------------------------------------------------------
 
 
-def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[str]:
+def delete_old(output_dir: Path, keep: int, written: int, best: Path | None) -> list[str]:
     """Delete checkpoints, by the one of step ``written``: not the ``keep`` newest up to it, not the best, and not the
     newest finite one. Returns a line for each that is a symbolic link, of which nothing is deleted. May raise OSError.
     """

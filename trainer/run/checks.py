@@ -21,9 +21,9 @@ from deepstow.trainer.data import collate
 from deepstow.trainer.distributed import deepspeed_ops
 from deepstow.trainer.distributed.ranks import collectives_of
 from deepstow.trainer.model import build, folder, tying
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import facts, from_config
-from deepstow.trainer.run import further, machines, metrics, schedule, stage_trial, teaching, trackers, upload
+from deepstow.trainer.run import further, machines, metrics, schedule, stage_trial, trackers, upload
 from deepstow.trainer.run.user_callbacks import UserCallbacks
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ CHECKS: Mapping[Before, Mapping[str, Callable[[Any], object]]] = {
     },
     Before.ROWS: {
         "model": lambda run: facts.check_model(run.config, run.model),
-        "teacher": lambda run: teaching.refuse(run.config),
+        "recipes": lambda run: [each.refuse_before_rows(run.config) for each in run.config.switched_on],
         "buffers": lambda run: build.refuse_lost_buffers(run.config.model, run.model, run.config.chosen_task),
     },
     Before.SHOWING: {

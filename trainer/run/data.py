@@ -16,7 +16,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, write_line, write_nothing
 from deepstow.trainer.formats.format import FORMATS
 from deepstow.trainer.model import contents
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import picture
 from deepstow.trainer.run import inputs
 from deepstow.trainer.run.checks import Before, check

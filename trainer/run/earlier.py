@@ -6,7 +6,7 @@
     metrics.jsonl                     moved         copied; later lines go   moved
     config.yaml, plan.*, facts.json   copied        copied                   copied
     TensorBoard's runs, profile       moved         moved                    moved
-    data, tokenizer, pruned           made of inputs that their manifests name: they stay
+    data, tokenizer, recipes' models  made of inputs that their manifests name: they stay
 
 A fresh run that finds neither checkpoint nor export, and a run that goes on from the newest checkpoint after a kill,
 move nothing. An export that names no checkpoint (``finished.py``) moves alone. A run that resumes deletes nothing of

@@ -40,7 +40,7 @@ from deepstow.trainer.data.sources import is_on_hub
 from deepstow.trainer.model import apart, attention, build, hub, quantise
 from deepstow.trainer.model.adapters import merged, round_base
 from deepstow.trainer.model.mapped import Spilled
-from deepstow.trainer.run import disk, structured
+from deepstow.trainer.run import disk
 from deepstow.trainer.run.callbacks import of_best, perplexity
 from deepstow.trainer.run.checkpoint import versions
 from deepstow.trainer.run.finished import KIND, NAME
@@ -78,13 +78,12 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     config: RunConfig,
     about: Mapping[str, Any] | None = None,
-    smaller: Path | None = None,
+    recipes: Sequence[str] = (),
     callbacks: str = "",
 ) -> Receipt | None:
     """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. ``about``: what the
-    manifest says of it; ``smaller``: the folder of the model whose parts were taken out before training; ``callbacks``:
-    what the card says of those of the config. Raise NonFinite if a weight is not finite, ExportError if a name, a
-    shape, a value or a logit differs after reloading.
+    manifest says of it; ``recipes``, ``callbacks``: what the card says of those of the config. Raise NonFinite if a
+    weight is not finite, ExportError if a name, a shape, a value or a logit differs after reloading.
     """
     section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
@@ -102,7 +101,7 @@ def export(
         return None
     spilled.settle()
     parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
-    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities, smaller, callbacks)
+    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities, recipes, callbacks)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         named = dict(model.named_parameters())
@@ -298,7 +297,7 @@ def model_card(
     state: TrainerState,
     num_ranks: int,
     parities: Mapping[str, Parity],
-    smaller: Path | None = None,
+    recipes: Sequence[str] = (),
     callbacks: str = "",
 ) -> ModelCard:
     """The card of the trained model; ``state`` has the log, and each strategy a parity. Bases and data are called by
@@ -316,15 +315,14 @@ def model_card(
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
         used.pop("peft", None)
-    recipes = [recipe.sentence(config) for recipe in config.switched_on]
-    said = (attention.sentence(config.model), structured.sentence(smaller), *recipes)
+    said = (attention.sentence(config.model), *recipes)
     source = ", ".join(dict.fromkeys(_source(one.path, one.name) for one in data.parts()))
     parts = [
         f"# {Path(config.training.output_dir).name}",
         " ".join(filter(None, (_origin(config, hf_config.model_type), *said))),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + of_best(config, state, "These are {}. ")
-        + " ".join(_results(state.log_history, odds=config.chosen_task.language)),
+        + " ".join(_results(config, state.log_history)),
         f"Settings: {', '.join(_settings(config))}.",
         f"Strategies, on {num_ranks} process{'es' if num_ranks > 1 else ''}: {_strategies(config)}. "
         f"{_exactness(parities, ' with the same callbacks' * bool(callbacks))}{callbacks}".strip(),
@@ -360,19 +358,16 @@ def _origin(config: RunConfig, model_type: str) -> str:
     return f"A model of type {model_type}, trained with DeepStow from random weights{how}."
 
 
-def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[str]:
-    """A sentence for each of the last losses in the log; ``odds``: they are means over tokens."""
+def _results(config: RunConfig, history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each of the last losses in the log, and what recipes say of it."""
     for kind, key in (("training", "loss"), ("evaluation", "eval_loss")):
         last = next((record for record in reversed(history) if key in record), None)
         if last is not None:
             loss = float(last[key])
-            shown = f" (perplexity {perplexity(loss):.1f})" if odds else ""
+            shown = f" (perplexity {perplexity(loss):.1f})" if config.chosen_task.language else ""
             yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f}{shown}."
-    if (pruned := next((record for record in reversed(history) if "sparsity" in record), None)) is not None:
-        each = (f"{key.removeprefix('sparsity/')} {share:.2%}" for key, share in pruned.items() if "sparsity/" in key)
-        yield f"It was pruned: {pruned['sparsity']:.2%} of the weights of these layers are zero ({', '.join(each)})."
-        if first := next((record for record in history if "eval_loss" in record), None):
-            yield f"The evaluation loss at step {first['step']} was {first['eval_loss']:.4f}."
+    for recipe in config.switched_on:
+        yield from recipe.results(history)
 
 
 def _settings(config: RunConfig) -> Iterator[str]:

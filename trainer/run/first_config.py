@@ -23,7 +23,7 @@ from deepstow.trainer.data.sources import is_on_hub, open_source
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, first_line, nearest_file
 from deepstow.trainer.model import build, folder, hub
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning.fit import FOUR_BITS, Fit, fastest
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.run.finished import NAME

@@ -1,8 +1,8 @@
 """What a run reads beside its data: where a resumed run reads it again, it has to be what the checkpoint was made of.
 
 A checkpoint has the weights that are trained. It has not those that stay as they were: under adapters the base, and
-for dpo and kto what the model says before training, which is asked again at each start. Parts are taken out of a model
-by its weights, too. With any of these a run that is resumed compares the weights with the checkpoint's hash, before
+for dpo and kto what the model says before training, which is asked again at each start. Recipes may read them again,
+too. With any of these a run that is resumed compares the weights with the checkpoint's hash, before
 anything of an earlier run is moved; one rank of each machine reads the files, since each may have a disk of its own.
 
 All other runs have their weights from the checkpoint. They compare only where ``model.name_or_path`` is another one
@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepstow.trainer.data import teacher
 from deepstow.trainer.data.sources import is_saved
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.model import build, contents
@@ -38,12 +37,12 @@ PLACE = "model.name_or_path"
 
 def is_read_again(config: RunConfig) -> bool:
     """Whether the bits of a resumed run depend on the weights that training began with."""
-    structured = config.prune is not None and config.prune.is_structured
-    return config.model.lora is not None or config.chosen_task.has_reference or structured
+    by_recipe = any(each.reads_weights_again(config) for each in config.switched_on)
+    return config.model.lora is not None or config.chosen_task.has_reference or by_recipe
 
 
 def compare(config: RunConfig, ranks: Ranks, resumed: Resumed) -> None:
-    """Raise ConfigError if weights or teacher are not those of the checkpoint, and have to be; a collective."""
+    """Raise ConfigError if weights, or files of recipes, are not the checkpoint's, and have to be; a collective."""
     run = resumed.found.manifest.run
     resumed.said += _unknown(config, run, str(resumed.path))
     weights, moved = run.model.weights, PLACE in resumed.places
@@ -53,9 +52,10 @@ def compare(config: RunConfig, ranks: Ranks, resumed: Resumed) -> None:
             resumed.weights = next((each for each in found if each != weights), weights)
             fact = "seed" if config.model.name_or_path is None else "weights"
             resumed.compare_fact(config, fact, weights, resumed.weights)
-        if config.distill is not None and run.data.teacher:
-            now = together.on_first(ranks.rank, lambda: teacher.mark_of(config))
-            resumed.compare_fact(config, "teacher", run.data.teacher, now)
+        for recipe in config.switched_on:
+            if recipe.files is not None and (saved := getattr(run.data, recipe.files.fact)):
+                now = together.on_first(ranks.rank, partial(recipe.hash_of_files, config))
+                resumed.compare_fact(config, recipe.files.fact, saved, now)
     assert not resumed.places, f"{sorted(resumed.places)} have not been compared"
 
 

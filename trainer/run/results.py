@@ -65,10 +65,10 @@ def finish(session: Session, trainer: Trainer, together: Agreement) -> None:
     about = together.on_first(session.ranks.rank, make_way)
     for recipe in session.config.switched_on:
         recipe.after_training(trainer.model, session.config)
-    smaller = session.smaller.folder if session.smaller is not None else None
     with exporting(session):
+        recipes = [each.sentence(session) for each in session.config.switched_on] if session.ranks.is_first else []
         callbacks = session.user_callbacks.sentence()
-        receipt = export.export(trainer, session.tokenizer, session.config, about, smaller, callbacks)
+        receipt = export.export(trainer, session.tokenizer, session.config, about, recipes, callbacks)
     if not session.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:

@@ -29,11 +29,12 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.run import same_rows
 from deepstow.trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
+FILES = [each.files for each in RECIPES.values() if each.files is not None]
 # Keys that say where something is, and the hash of a manifest that what is there is compared with.
 PLACES: Mapping[str, str] = {
     "data.path": "sources", "data.datasets": "sources", "data.eval_path": "evaluation",
     "data.chat_template": "template", "data.chat_template_path": "template", "model.tokenizer": "tokenizer",
-    "model.name_or_path": "weights", "distill.teacher": "teacher",
+    "model.name_or_path": "weights", **{each.key: each.fact for each in FILES},
 }  # fmt: skip
 
 
@@ -57,7 +58,7 @@ _CONTENTS: Mapping[str, _Content] = {
     "code": _Content("model.name_or_path", "model", "its Python code is not the one that {} was trained with"),
     "weights": _Content("model.name_or_path", "model", "its weights are not those that {} was trained on"),
     "seed": _Content("training.seed", "model", "it draws other random weights than those that {} was trained on"),
-    "teacher": _Content("distill.teacher", "loss", "its files are not those that {} was trained with"),
+    **{each.fact: _Content(each.key, each.change, each.what) for each in FILES},
 }
 
 # Keys of Hugging Face's model configs on which names or shapes of parameters depend, or how a head is cut out of them.
@@ -170,16 +171,11 @@ def moved(
 def _is_moved(key: str, old: Any, new: Any) -> bool:
     if key == "data.datasets":
         return bool(old and new) and [{**each, "path": ""} for each in old] == [{**each, "path": ""} for each in new]
-    if key == "distill.teacher":
-        return _weights(old) == _weights(new)
     if key in ("data.path", "data.eval_path", "model.name_or_path"):
         return isinstance(old, str) and isinstance(new, str)
+    if recipe := RECIPES.get(key.partition(".")[0]):
+        return recipe.files is not None and key == recipe.files.key and recipe.is_moved(old, new)
     return key in PLACES and not any(isinstance(value, Mapping) for value in (old, new))
-
-
-def _weights(teacher: Any) -> list[float]:
-    """Of a teacher, or of several."""
-    return list(teacher.values()) if isinstance(teacher, Mapping) else [1.0]
 
 
 def compare_contents(

@@ -33,7 +33,7 @@ from deepstow.trainer.distributed.agreement import DAY_S, agreement
 from deepstow.trainer.errors import ConfigError, DiskFails, write_line
 from deepstow.trainer.run import checkpoint, earlier, resume_rules
 from deepstow.trainer.run.checkpoint import Found
-from deepstow.trainer.run.resume_rules import Changes
+from deepstow.trainer.run.resume_rules import FILES, Changes
 from deepstow.trainer.run.same_rows import Known
 from deepstow.trainer.tasks.task import loaded
 
@@ -156,7 +156,7 @@ def resolved(config: RunConfig, written: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known(found: Found) -> Known:
     run = found.manifest.run
-    hashed = {"weights": run.model.weights, "teacher": run.data.teacher}
+    hashed = {"weights": run.model.weights, **{each.fact: getattr(run.data, each.fact) for each in FILES}}
     return Known(run.data.rows, run.model.config, [fact for fact, value in hashed.items() if not value])
 
 

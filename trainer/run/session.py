@@ -1,7 +1,7 @@
 """A run, from its config to what it leaves. Read it top to bottom.
 
     config checked -> ranks meet -> lock on the folder -> checkpoint to go on from -> data (first rank of each machine,
-    the others wait) -> plan, shown -> teacher, smaller model -> arguments -> weights -> trainer
+    the others wait) -> plan, shown -> what recipes do before -> arguments -> weights -> trainer
     -> the folder (``begin.py``) -> train -> export -> upload
 
 Everything up to the plan uses no device memory, so a run that cannot work ends there. Whatever refuses a run leaves all
@@ -20,7 +20,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
 
@@ -31,14 +31,14 @@ from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.config.saved_adapter import other_base
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.data import endings
-from deepstow.trainer.distributed.agreement import DAY_S, Agreement, agreement, first_then_all
+from deepstow.trainer.distributed.agreement import DAY_S, Agreement, agreement
 from deepstow.trainer.distributed.ranks import Ranks, process_group, quiet_libraries
 from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
 from deepstow.trainer.errors import ExitCode, warning, write_line, write_nothing
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.machine.repeated_sums import repeated_sums
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import evaluation
 from deepstow.trainer.planning.fit import explained
 from deepstow.trainer.planning.from_config import plans_of, show_plan
@@ -54,8 +54,6 @@ from deepstow.trainer.run import (
     results,
     resuming,
     saving,
-    structured,
-    teaching,
     upload,
 )
 from deepstow.trainer.run.begin import Begin
@@ -72,10 +70,8 @@ if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.data.prepare import Prepared
-    from deepstow.trainer.data.teacher import Lesson
     from deepstow.trainer.distributed.watchdog import Watchdog
     from deepstow.trainer.run.resuming import Resumed
-    from deepstow.trainer.run.structured import Smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,7 @@ class Session:
     resumed: Resumed | None = None
     over: str | None = None  # the line of a run of which only further exports are missing
     evaluating: evaluation.Taken | None = None  # of the rows that are held out
-    lesson: Lesson | None = None  # what a teacher is asked before training
-    smaller: Smaller | None = None  # what becomes of the model before training
+    recipes: Mapping[str, Any] = field(default_factory=dict)  # what each has announced, by its name
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     applied: list[str] = field(default_factory=list)  # what strategies do to the model, a line each, on the first rank
 
@@ -190,7 +185,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, ove
         plans = plans_of(batches.config, ranks, machine, resumes=resumed is not None, masked=batches.masked)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check(Before.SHOWING, config=config, ranks=ranks, rows=prepared.train, plans=plans, plan=plan)
-    before, evaluating = teaching.priced(config, plan, machine), None
+    before, evaluating = [line for each in config.switched_on for line in each.plan_lines(config, plan, machine)], None
     if prepared.eval is not None:
         evaluated = collated(config, prepared.eval)
         evaluating = evaluation.rows(evaluated.config, plan, masked=evaluated.masked)
@@ -206,12 +201,11 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, ove
         ends = endings.ends_of(tokenizer, config_of(config), config.model.name_or_path)
         for line in filter(None, (other_base(config), endings.never_ends(prepared, tokenizer, ends))):
             write_line(warning(line))
-    lesson = teaching.check(config, ranks, tokenizer, prepared, plan)
-    smaller = structured.check(config, ranks, prepared, plan, machine)
     session = Session(
         config, ranks, tokenizer, prepared, machine, plan, UserCallbacks(config), files, weights, resumed, over,
-        evaluating, lesson, smaller,
+        evaluating,
     )  # fmt: skip
+    session = replace(session, recipes={each.name: each.announce(session) for each in config.switched_on})
     for line in resumed.said if resumed else ():
         session.say(line)
     return session
@@ -227,16 +221,12 @@ def train(session: Session, stop: Stop, together: Agreement, watchdog: Watchdog 
 
 
 def before_training(session: Session) -> Session:
-    """The run once its rows have a teacher's answers, and its model has lost parts. It comes before the arguments, or
-    Hugging Face would split the teacher under ZeRO stage 3.
+    """The run once recipes have done what comes first: before the arguments, or Hugging Face would split other models
+    than the trained one under ZeRO stage 3.
     """
-    config, ranks, prepared, source = session.config, session.ranks, session.prepared, None
-    if session.lesson is not None:
-        ask = partial(teaching.answered, config, session.lesson, session.tokenizer, prepared)
-        prepared = first_then_all(ranks, partial(ask, compares=ranks.is_first_local))
-    if session.smaller is not None:
-        source = structured.made(config, ranks, session.smaller, prepared)
-    return replace(session, prepared=prepared, source=source)
+    for recipe in session.config.switched_on:
+        session = recipe.before_training(session)
+    return session
 
 
 def _train(session: Session, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:

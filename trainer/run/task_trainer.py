@@ -45,7 +45,9 @@ def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedToke
     documents = packing and attention.takes_documents(config)
     pad: Any = tokenizer.pad_token_id
     losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
-    return {"data_collator": Collator(pad, packing, flatten=flatten, least=least, documents=documents), **losses}
+    columns = {name: make for each in config.switched_on for name, make in each.columns(config).items()}
+    collate = Collator(pad, packing, flatten=flatten, least=least, documents=documents, columns=columns)
+    return {"data_collator": collate, **losses}
 
 
 def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:

@@ -470,7 +470,11 @@ class Trainer(StowedTrainer, transformers.Trainer):
         def seal() -> list[str]:
             saving.commit(written, folder, manifest)
             try:
-                return [] if keep is None else checkpoint.prune(folder.parent, keep, step, Path(best) if best else None)
+                return (
+                    []
+                    if keep is None
+                    else checkpoint.delete_old(folder.parent, keep, step, Path(best) if best else None)
+                )
             except OSError as error:  # the new one is saved nevertheless
                 return [f"{folder.parent}: older checkpoints could not be deleted: {error}"]
 

@@ -119,9 +119,6 @@ class Task:
             if strategy.divides() and not self.language:
                 what = f"divides the layers of language models, and cannot train task {self.name}; leave it out"
                 yield Refusal(f"strategies.{name}", strategy.model_dump(exclude_unset=True), what)
-            elif strategy.divides() and config.distill is not None:
-                what = "has not been compared with distill, whose teacher answers whole rows; leave one of the two out"
-                yield Refusal(f"strategies.{name}", strategy.model_dump(exclude_unset=True), what)
         lora = config.model.lora
         in_full = lora and (lora.modules_to_save or self.adapters in WITH_HEAD)
         if lora and in_full and not config.model.merges and is_older("transformers", READS_MODULES):

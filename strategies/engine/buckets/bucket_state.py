@@ -118,7 +118,7 @@ class BucketState:
         self.leads = leads(spec, layout)  # ticks ahead of its use that its weight may come, in forward and in backward
         self.sources: Sequence[Tensor] = ()  # of the whole weight, a span each; none: the others' come over the network
         self.overlapping: list[BucketState] = []  # buckets whose homes overlap this one's
-        self.zeros_stay: frozenset[int] = frozenset()  # parameters that are pruned (``pruning.py``)
+        self.zeros_stay: frozenset[int] = frozenset()  # parameters whose zeros are a mask
         self.replaced = 0
         self.present = False
         self.given_up = False

@@ -261,8 +261,8 @@ class Updates:
             if bucket.spec.rounds:
                 assert self.moments is not None
                 on = replace(on, params=self.moments.expand_masters(at_rest.params))
-            pruned = [m for m, chunk in zip(on.params, call, strict=True) if chunk.index in bucket.zeros_stay]
-            with zeros_stay(pruned):
+            masked = [each for each, chunk in zip(on.params, call, strict=True) if chunk.index in bucket.zeros_stay]
+            with zeros_stay(masked):
                 self._rule.update_all([on], job.group, factor, bad)
             if self.moments is not None:
                 self.moments.compress(bucket, call, on.state, on.steps)

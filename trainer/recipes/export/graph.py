@@ -22,8 +22,8 @@ from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM
 
 from deepstow.trainer.errors import first_line, write_line
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.model.shrink import small_copy
-from deepstow.trainer.model.structured import config_of
 from deepstow.trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from deepstow.trainer.values import KEEP_ONE, Found, Values
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
+    from deepstow.trainer.run.session import Session
 
 
 class QuantizeSection(Section):
@@ -99,8 +100,8 @@ class Quantize(Recipe):
 
             model.apply(disable_linear_fake_quant)
 
-    def sentence(self, config: RunConfig) -> str:
-        if (qat := self.options(config).qat) is None:
+    def sentence(self, session: Session) -> str:
+        if (qat := self.options(session.config).qat) is None:
             return ""
         return f"Forward rounded weights as {qat} does (QAT), also in evaluations; these are the exact ones."
 

@@ -30,7 +30,7 @@ from deepstow.trainer.config.recipe import Writer
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.errors import write_line
-from deepstow.trainer.model.structured import config_of
+from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import evaluation
 from deepstow.trainer.planning.streamed import placed, plan_within
 from deepstow.trainer.recipes.quantize.qat import layers_of

@@ -13,6 +13,9 @@ Answers are written in parts, each whole or not at all; asking goes on after the
 are sealed under a hash of the contents of teacher and rows and of all that decides an answer. Several runs may ask at
 once: one does, the others wait for it.
 
+A checkpoint names the contents of the teacher. A run that is resumed with another one, under the same name, would learn
+from two; it is refused unless ``training.allow_change`` has ``loss``, as other keys of ``distill``.
+
 Refused, before a weight is loaded: a teacher with other tokens, or without room for its weights or its answers.
 """
 
@@ -33,21 +36,26 @@ from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 
 from deepstow.strategies.core.sizes import human
+from deepstow.strategies.engine.memory.accelerator import device_of
 from deepstow.strategies.state.commit import remove, replace_file, sync
 from deepstow.strategies.state.sealed import digest_of, seal
+from deepstow.trainer.config.recipe import RECIPES
 from deepstow.trainer.config.sections import ModelSection, QuantizationSection
+from deepstow.trainer.data import prepare
 from deepstow.trainer.data import tokenizer as tokenizers
-from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.data.collate import Collator, check_packing
 from deepstow.trainer.data.packing import MASKED
-from deepstow.trainer.data.prepare import is_whole
-from deepstow.trainer.errors import ConfigError, DataError
+from deepstow.trainer.distributed.agreement import DAY_S, agreement, first_then_all
+from deepstow.trainer.errors import ConfigError, DataError, write_line, write_nothing
 from deepstow.trainer.machine.probe import disk_free_bytes
 from deepstow.trainer.model import build, quantise
 from deepstow.trainer.model.contents import contents
-from deepstow.trainer.model.distilled_loss import TEACHER, Distillation, answers, keep_state
-from deepstow.trainer.model.student import comparison, width_of
 from deepstow.trainer.planning import facts
+from deepstow.trainer.planning.from_config import budget_of
 from deepstow.trainer.planning.streamed import placed, plan_within, weights_of
+from deepstow.trainer.recipes.distill import TEACHER, asked_of
+from deepstow.trainer.recipes.distill.loss import Distillation, answers, keep_state
+from deepstow.trainer.recipes.distill.student import comparison, width_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,6 +64,7 @@ if TYPE_CHECKING:
     from deepstow.trainer.data.prepare import Prepared
     from deepstow.trainer.data.report import Say
     from deepstow.trainer.machine.probe import Machine
+    from deepstow.trainer.run.session import Session
 
 PART_BYTES = 64 << 20  # of answers that are written at once
 SAY_EVERY_S = 10
@@ -76,19 +85,46 @@ class Lesson:
 
 def sections_of(config: RunConfig) -> dict[str, ModelSection]:
     """The teachers as models, by name."""
-    assert config.distill is not None
+    asked = asked_of(config)
     dtype: Any = "bfloat16" if config.training.bf16 else "float32"
     trusts = config.model.trust_remote_code
     bits: dict[Any, dict[str, Any]] = {
         "int8": {"load_in_8bit": True},
         "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
     }
-    few = bits.get(config.distill.teacher_dtype)
+    few = bits.get(asked.teacher_dtype)
     given = {"dtype": dtype, "trust_remote_code": trusts, "quantization_config": few and QuantizationSection(**few)}
-    return {name: ModelSection(name_or_path=name, **given) for name in config.distill.teachers}
+    return {name: ModelSection(name_or_path=name, **given) for name in asked.teachers}
 
 
-def check(
+def refuse(config: RunConfig) -> None:
+    """Raise ConfigError if a teacher has no configuration, or hidden states of another width than the student."""
+    on, configs, own = asked_of(config).on, configs_of(config), width_of(build.config_of(config).get_text_config())
+    for name, found in configs.items():
+        if on != "logits" and (width := width_of(found.get_text_config())) != own:
+            why = f"hidden states of {name} have {width} numbers, and the student's {own}"
+            what = "a projection between them would be a trained parameter that no export has a place for; write logits"
+            raise config.error("distill.on", on, f"{why}; {what}")
+
+
+def check(session: Session) -> Lesson:
+    """What the teacher will be asked. A collective. ConfigError: it cannot be this student's, or has no room."""
+    config, home = session.config, _home(session.config)
+    given = config, session.tokenizer, session.prepared, build.config_of(config).get_text_config()
+    budget = budget_of(config, session.plan)
+    with agreement(session.ranks, DAY_S) as together:
+        lesson = together.on_first(session.ranks.rank, lambda: lesson_of(*given, budget, home, write_line))
+    for section in sections_of(config).values():
+        check_packing(config.model_copy(update={"model": section}))
+    return lesson
+
+
+def _home(config: RunConfig) -> Path:
+    """Where answers are: beside the rows."""
+    return prepare.cache(Path(config.training.output_dir) / "data")
+
+
+def lesson_of(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     prepared: Prepared,
@@ -100,8 +136,7 @@ def check(
     """What will be asked, after a line about what it takes. ConfigError: see above. ``student``: its model's
     configuration; ``folder``: where answers are kept.
     """
-    assert config.distill is not None
-    configs = configs_of(config)
+    section, configs = asked_of(config), configs_of(config)
     sections, called = sections_of(config), config.model.name_or_path or "the student"
     for name, hf_config in configs.items():
         with _named(config, name):
@@ -115,8 +150,8 @@ def check(
     how = comparison(config, words, width_of(student))
     mark = mark_of(config)
     decide = [prepared.fingerprint, mark, next(iter(sections.values())).dtype, how.temperature, how.top_k, how.words]
-    decide += [config.distill.on] if how.hidden else []
-    decide += [config.distill.teacher_dtype] if config.distill.teacher_dtype else []
+    decide += [section.on] if how.hidden else []
+    decide += [section.teacher_dtype] if section.teacher_dtype else []
     key = digest_of(decide)[:16]
     rows: Any = prepared.train
     count = num_answers(rows)
@@ -128,7 +163,7 @@ def check(
         what = f"{count:,} answers take {human(needed)}, and {folder} has {human(free)} free"
         cure = "lower it, or make room" if how.logits else "make room"
         asked = "top_k" if how.logits else "on"
-        raise config.error(f"distill.{asked}", getattr(config.distill, asked), f"{what}; {cure}")
+        raise config.error(f"distill.{asked}", getattr(section, asked), f"{what}; {cure}")
     where = ["answered already"] * len(configs)
     if not home.is_dir():
         where = [said for _, said in _place(config, budget, _described(config))]
@@ -139,9 +174,8 @@ def check(
 
 def mark_of(config: RunConfig) -> str:
     """A hash of the contents of the teachers, with their shares. ConfigError: there is none."""
-    assert config.distill is not None
     marks = [contents(name, hf_config) for name, hf_config in configs_of(config).items()]
-    return marks[0] if len(marks) == 1 else digest_of([marks, list(config.distill.teachers.values())])
+    return marks[0] if len(marks) == 1 else digest_of([marks, list(asked_of(config).teachers.values())])
 
 
 def configs_of(config: RunConfig) -> dict[str, Any]:
@@ -172,10 +206,10 @@ def _described(config: RunConfig, *, saved: bool = True) -> list[PreTrainedModel
 
 def priced(config: RunConfig, budget: int, machine: Machine) -> list[str]:
     """A line of the plan for each teacher, by its configuration alone. ConfigError: see above."""
-    assert config.distill is not None
-    size, lines = config.distill.teacher_batch_size, []
+    size, lines = asked_of(config).teacher_batch_size, []
     training = config.training.model_copy(update={"per_device_train_batch_size": size})
-    alone = config.model_copy(update={"distill": None, "prune": None, "strategies": {}, "training": training})
+    plain: dict[str, Any] = {**dict.fromkeys(RECIPES), "recipes": {}, "strategies": {}}
+    alone = config.model_copy(update={**plain, "training": training})
     places = _place(config, budget, _described(config, saved=False), machine)
     for (name, section), (plan, where) in zip(sections_of(config).items(), places, strict=True):
         with _named(config, name):
@@ -233,8 +267,8 @@ def _place(
     """Of each teacher the plan that streams it, or None if all fit, and what is said of it. ConfigError: there is no
     room.
     """
-    assert config.distill is not None
-    tokens, needs = config.distill.teacher_batch_size * config.data.max_length, list(map(weights_of, models))
+    size, needs = asked_of(config).teacher_batch_size, list(map(weights_of, models))
+    tokens = size * config.data.max_length
     logits = sum(
         2 * tokens * each.config.get_text_config().vocab_size * next(each.parameters()).element_size()
         for each in models
@@ -247,11 +281,21 @@ def _place(
         except ValueError as error:
             what = f"{human(sum(needs))} of weights and {human(logits)} for logits of {tokens:,} tokens do not fit"
             line = f"{what} into {human(budget)} ({error}); lower it, or data.max_length"
-            raise config.error("distill.teacher_batch_size", config.distill.teacher_batch_size, line) from None
+            raise config.error("distill.teacher_batch_size", size, line) from None
     return found
 
 
-def answered(
+def answered(session: Session, lesson: Lesson) -> Session:
+    """The run whose rows have the teacher's answers, asked by the first rank of a machine and opened by all."""
+    config, first = session.config, session.ranks.is_first_local
+    given = config, lesson, session.tokenizer, session.prepared, _home(config)
+    where = device_of("cpu" if config.training.use_cpu else None)
+    say = write_line if first else write_nothing
+    prepared = first_then_all(session.ranks, lambda: with_answers(*given, where, say, compares=first))
+    return replace(session, prepared=prepared)
+
+
+def with_answers(
     config: RunConfig,
     lesson: Lesson,
     tokenizer: PreTrainedTokenizerBase,
@@ -262,12 +306,14 @@ def answered(
     *,
     compares: bool,
 ) -> Prepared:
-    """``prepared`` with answers to its training rows, asked now or found in ``folder``, and ``compares`` with it."""
+    """``prepared`` with answers to its training rows, asked now or found in ``folder``; ``compares`` those with their
+    manifest.
+    """
     home = folder / lesson.key
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{lesson.key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, however this ends
-        if not home.is_dir() or (compares and not is_whole(home, say, TEACHER)):
+        if not home.is_dir() or (compares and not prepare.is_whole(home, say, TEACHER)):
             _ask(config, lesson, tokenizer, prepared, home, device, say)
     parts = [Dataset.from_file(str(path)) for path in sorted(home.glob("*.arrow"))]
     rows: Any = prepared.train
@@ -288,8 +334,8 @@ def _ask(
     say: Say,
 ) -> None:
     """Write the parts of ``home`` that are not there yet, and seal them. Without a bar, ``say`` how far it is."""
-    assert config.distill is not None
-    draft, size, pad = _writing(home), config.distill.teacher_batch_size, tokenizer.pad_token_id
+    asked = asked_of(config)
+    draft, size, pad = _writing(home), asked.teacher_batch_size, tokenizer.pad_token_id
     rows: Any = prepared.train
     assert isinstance(pad, int)
     draft.mkdir(exist_ok=True)
@@ -304,7 +350,7 @@ def _ask(
             made = list[bytes]()
             for at in range(start, stop, size):
                 batch = collate([rows[i] for i in range(at, min(at + size, stop))])
-                made += _asked(calls, batch, lesson.how, list(config.distill.teachers.values()))
+                made += _asked(calls, batch, lesson.how, list(asked.teachers.values()))
                 bar.update(min(size, stop - at))
                 if bar.disable and monotonic() - said > SAY_EVERY_S:
                     said = monotonic()

@@ -18,15 +18,15 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepstow.trainer.model.build import load_config
 from deepstow.trainer.model.shrink import PER_LAYER
+from deepstow.trainer.recipes.prune import asked_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
     from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.config.smaller_sections import PruneSection
+    from deepstow.trainer.recipes.prune import PruneSection
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 ALIGN = 8
@@ -49,18 +49,6 @@ class Kept(NamedTuple):
     groups: dict[int, Tensor]
 
 
-def vocab_size_of(config: RunConfig) -> int | None:
-    """Rows of the embedding if they follow from a tokenizer that is yet to be trained; None if the model has them."""
-    tokenizer = config.model.tokenizer
-    return None if tokenizer is None or isinstance(tokenizer, str) else tokenizer.vocab_size
-
-
-def config_of(config: RunConfig) -> PretrainedConfig:
-    """The configuration of the model that is trained. ConfigError: there is none, or it cannot be as small as asked."""
-    built = load_config(config.model, vocab_size_of(config))
-    return smaller(config, built) if config.prune is not None and config.prune.is_structured else built
-
-
 def sizes_of(built: PretrainedConfig) -> Sizes:
     """What a model of this configuration has."""
     return Sizes(built.intermediate_size, built.num_key_value_heads, built.num_hidden_layers)
@@ -81,8 +69,7 @@ def staying(section: PruneSection, whole: Sizes) -> Sizes:
 
 def smaller(config: RunConfig, built: PretrainedConfig) -> PretrainedConfig:
     """``built`` with the sizes that stay. ConfigError: see the module."""
-    assert config.prune is not None
-    section, family = config.prune, built.model_type
+    section, family = asked_of(config), built.model_type
     if family not in FAMILIES:
         what = f"a {family} model cannot be made smaller so; it can be done for {', '.join(FAMILIES)}"
         raise config.error("prune.method", section.method, what)

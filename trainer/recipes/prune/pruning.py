@@ -2,7 +2,7 @@
 
 A round comes before the first forward of a step, so a checkpoint of that step is of before the round, and a run that is
 resumed from it makes the round itself, from the same weights. All that pruning remembers is the zeros of the weights
-(``trainer/model/sparsity.py``), from the first step on.
+(``zeros.py``), from the first step on.
 
 For wanda the first rows of the training data go through the model as it is before the round, one at a time and without
 dropout; the norms of all layers are taken from that pass.
@@ -26,9 +26,9 @@ from transformers.pytorch_utils import Conv1D
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.report.table import table
 from deepstow.trainer.errors import write_line
-from deepstow.trainer.model.pruned import matches, rounds
-from deepstow.trainer.model.sparsity import chosen, exact, keep_zeros, replace
-from deepstow.trainer.model.student import TEACHER
+from deepstow.trainer.recipes.prune import asked_of
+from deepstow.trainer.recipes.prune.rounds import matches, rounds
+from deepstow.trainer.recipes.prune.zeros import chosen, exact, keep_zeros, replace
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -53,8 +53,7 @@ class Layer(NamedTuple):
 
 def layers_of(model: nn.Module, config: RunConfig) -> list[Layer]:
     """The layers to prune, in order. ConfigError: there are none, or one does not fit 2:4."""
-    section = config.prune
-    assert section is not None
+    section = asked_of(config)
     linear = [
         Layer(f"{path}.{name}", name, module)
         for path, block in find_blocks(model).items()
@@ -78,19 +77,18 @@ class Pruning(TrainerCallback):
     """Prunes the model of ``trainer`` as ``config`` says."""
 
     def __init__(self, trainer: Any, config: RunConfig) -> None:
-        self._trainer, self._config = trainer, config
+        self._trainer, self._config, self._section = trainer, config, asked_of(config)
         self._layers = layers_of(trainer.model, config)
         self._rounds: dict[int, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._config.prune is not None
         self._optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # without Accelerate's
-        self._rounds = rounds(self._config.prune, state.max_steps)
+        self._rounds = rounds(self._section, state.max_steps)
         keep_zeros(self._optimizer, [layer.weight for layer in self._layers])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sparsity, section = self._rounds.get(state.global_step), self._config.prune
-        if sparsity is None or section is None:
+        sparsity, section = self._rounds.get(state.global_step), self._section
+        if sparsity is None:
             return
         norms = self._norms(section.calibration_rows) if section.method == "wanda" else {}
         for layer in self._layers:
@@ -118,11 +116,12 @@ class Pruning(TrainerCallback):
     def _norms(self, rows: int) -> dict[str, Tensor]:
         """Of each input channel of each layer, on the CPU, over the first ``rows`` rows."""
         trainer, model, was_training = self._trainer, self._trainer.model, self._trainer.model.training
+        left = {"labels", *trainer.data_collator.columns}  # what a loss takes
         model.eval()
         with _squares(self._layers) as squares:
             for index in range(min(rows, len(trainer.train_dataset))):
                 batch = send_to_device(trainer.data_collator([trainer.train_dataset[index]]), trainer.args.device)
-                model(**{name: each for name, each in batch.items() if name not in ("labels", TEACHER)})
+                model(**{name: each for name, each in batch.items() if name not in left})
         model.train(was_training)
         return {name: total.sqrt().cpu() for name, total in squares.items()}
 

@@ -10,7 +10,7 @@ from deepstow.strategies.core.facts import UnitKind
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.facts import Param, Unit
-    from deepstow.trainer.config.smaller_sections import PruneSection
+    from deepstow.trainer.recipes.prune import PruneSection
 
 SUFFIX = ".weight"
 

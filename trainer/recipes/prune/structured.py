@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +37,11 @@ from deepstow.trainer.errors import write_line
 from deepstow.trainer.machine.probe import disk_free_bytes
 from deepstow.trainer.model import build
 from deepstow.trainer.model.contents import contents
-from deepstow.trainer.model.sparsity import smallest
-from deepstow.trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
 from deepstow.trainer.planning.from_config import budget_of
 from deepstow.trainer.planning.streamed import placed, plan_within, weights_of
+from deepstow.trainer.recipes.prune import asked_of
+from deepstow.trainer.recipes.prune.sizes import Kept, Sizes, cut, sizes_of
+from deepstow.trainer.recipes.prune.zeros import smallest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -48,8 +49,7 @@ if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.data.prepare import Prepared
-    from deepstow.trainer.distributed.ranks import Ranks
-    from deepstow.trainer.machine.probe import Machine
+    from deepstow.trainer.run.session import Session
 
 KIND = "pruned"
 
@@ -63,21 +63,18 @@ class Smaller:
     budget: int
 
 
-def check(config: RunConfig, ranks: Ranks, prepared: Prepared, plan: Plan, machine: Machine) -> Smaller | None:
-    """What the model will become, after a line about it; None if nothing is taken out. A collective. ConfigError: there
-    is no room.
-    """
-    if config.prune is None or not config.prune.is_structured:
-        return None
-    budget, host = budget_of(config, plan), machine.host_available_bytes
-    with agreement(ranks, DAY_S) as together:
-        return together.on_first(ranks.rank, lambda: _check(config, prepared, budget, host))
+def check(session: Session) -> Smaller:
+    """What the model will become, after a line about it. A collective. ConfigError: there is no room."""
+    config, host = session.config, session.machine.host_available_bytes
+    budget = budget_of(config, session.plan)
+    with agreement(session.ranks, DAY_S) as together:
+        return together.on_first(session.ranks.rank, lambda: _check(config, session.prepared, budget, host))
 
 
 def _check(config: RunConfig, prepared: Prepared, budget: int, host_bytes: int) -> Smaller:
-    section, base = config.prune, config.model.name_or_path
-    assert section is not None and base is not None
-    large, small = build.load_config(config.model), config_of(config)
+    section, base = asked_of(config), config.model.name_or_path
+    assert base is not None
+    large, small = build.load_config(config.model), build.config_of(config)
     by = section.sparsity, section.parts, section.calibration_rows
     decide = [contents(base, large), prepared.fingerprint, config.model.dtype, *by]
     folder, key = Path(config.training.output_dir) / KIND, digest_of(decide)[:16]
@@ -119,14 +116,13 @@ def _said(folder: Path) -> str:
     return str(read(folder, KIND).about["said"])
 
 
-def sentence(folder: Path | None) -> str:
-    """What the card says of a model that was made smaller, in ``folder``; empty if nothing was taken out."""
-    return "" if folder is None else f"Before training parts of it were taken out: {_said(folder)}."
+def sentence(asked: Smaller) -> str:
+    """What the card says of the model that was made smaller."""
+    return f"Before training parts of it were taken out: {_said(asked.folder)}."
 
 
 def _place(config: RunConfig, asked: Smaller, model: PreTrainedModel) -> tuple[Plan | None, str]:
     """The plan that streams the large model, or None if it fits, and what is said of it. ConfigError: no room."""
-    assert config.prune is not None
     text = model.config.get_text_config()
     # Of a row: hidden states, keys, values, the MLP's products, and those that scores are of, in fp32.
     row = 8 * 4 * config.data.max_length * (text.hidden_size + text.intermediate_size)
@@ -135,25 +131,27 @@ def _place(config: RunConfig, asked: Smaller, model: PreTrainedModel) -> tuple[P
     except ValueError as error:
         weights = f"{human(weights_of(model))} of weights"
         what = f"{weights} and {human(row)} for a row do not fit into {human(asked.budget)} ({error})"
-        raise config.error("prune.method", config.prune.method, f"{what}; lower data.max_length") from None
+        raise config.error("prune.method", asked_of(config).method, f"{what}; lower data.max_length") from None
 
 
-def made(config: RunConfig, ranks: Ranks, asked: Smaller, prepared: Prepared) -> RunConfig:
-    """The config whose model is the smaller one, after it was made, if it is not there. A collective. ConfigError: its
+def made(session: Session, asked: Smaller) -> Session:
+    """The run that loads the smaller model, after it was made, if it is not there. A collective. ConfigError: its
     activations are not finite.
     """
+    config, ranks = session.config, session.ranks
     device = device_of("cpu" if config.training.use_cpu else None)
     with agreement(ranks, WEEK_S) as together:
-        together.on_first(ranks.rank, lambda: None if _is_whole(asked) else _make(config, asked, prepared, device))
+        together.on_first(
+            ranks.rank, lambda: None if _is_whole(asked) else _make(config, asked, session.prepared, device)
+        )
     section = config.model.model_copy(update={"name_or_path": str(asked.folder)})
-    return config.model_copy(update={"model": section, "prune": None})
+    return replace(session, source=config.model_copy(update={"model": section, "prune": None}))
 
 
 def _make(config: RunConfig, asked: Smaller, prepared: Prepared, device: torch.device) -> None:
-    assert config.prune is not None
     model: Any = build.build(config.model, build.load_config(config.model), seed=0, partitioned=False)
-    small, rows = config_of(config), prepared.train
-    count = min(config.prune.calibration_rows, len(rows))  # type: ignore[arg-type]
+    small, rows = build.config_of(config), prepared.train
+    count = min(asked_of(config).calibration_rows, len(rows))  # type: ignore[arg-type]
     given = [{k: rows[i][k] for k in ("input_ids", "position_ids") if k in rows[i]} for i in range(count)]  # type: ignore[index]
     scores = scored(model, _place(config, asked, model)[0], given, device)
     if bad := next((name for each in scores for name, score in each.items() if not score.isfinite().all()), None):

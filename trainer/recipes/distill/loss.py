@@ -36,8 +36,6 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from deepstow.strategies.engine.forward.chunked_loss import causal_lm_loss, chunks, is_free, owners, per_item, targets
 
-TEACHER = "teacher"  # the keyword of forward, and the column of a row
-
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
