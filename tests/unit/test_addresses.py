@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, Site
 from deepstow.strategies.planner.addresses import place, size_classes, slot_pools
-from deepstow.strategies.planner.packing import Packing, Piece, max_live, pack
+from deepstow.strategies.planner.packing import Piece, max_live, pack
 from tests.helpers.layouts import bucket, layout
 
 
@@ -41,6 +41,7 @@ def by_enumeration(sizes: list[int], most_slots: int) -> int:
     )
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=6), st.integers(1, 3), st.integers(1, 9))
 def test_classes_need_the_fewest_bytes_and_one_more_costs_at_most_itself(
     sizes: list[int], most_slots: int, more: int
@@ -57,11 +58,7 @@ def test_scratch_comes_last() -> None:
     assert addresses.of("", Item.SCRATCH).end == addresses.num_bytes(Tier.DEVICE)
 
 
-# Packing: against its lower bound, and against all packings
-
-# Eight pieces that are never more than 4 bytes at once and need 5.
-SPANS = ((0, 1), (0, 2), (1, 4), (1, 3), (2, 3), (2, 4), (3, 5), (4, 5))
-GAP = [Piece(size, (span,)) for size, span in zip((2, 2, 1, 1, 1, 1, 2, 2), SPANS, strict=True)]
+# Packing: against its lower bound
 
 
 def pieces(seed: int, number: int, steps: int = 100, most: int = 100) -> list[Piece]:
@@ -90,33 +87,8 @@ def packing_errors(pieces: Sequence[Piece], offsets: Sequence[int], arena: int, 
     return found
 
 
-def smallest(pieces: Sequence[Piece]) -> Packing:
-    """The smallest arena of all packings in which each piece lies at 0 or on a piece that is there with it, placed in
-    order of offset; fine for about ten pieces.
-    """
-    best = pack(pieces)
-    met = [
-        [any(a < d and c < b for a, b in piece.spans for c, d in other.spans) for other in pieces] for piece in pieces
-    ]
-
-    def branch(offsets: dict[int, int], lowest: int) -> None:
-        nonlocal best
-        if len(offsets) == len(pieces):
-            arena = max(offset + pieces[index].num_bytes for index, offset in offsets.items())
-            best = Packing(tuple(offsets[index] for index in range(len(pieces))), arena, best.bound)
-        for index, piece in enumerate(pieces):
-            below = (offset + pieces[other].num_bytes for other, offset in offsets.items() if met[index][other])
-            offset = max(below, default=0)
-            fits = lowest <= offset and offset + piece.num_bytes < best.arena
-            if index not in offsets and fits and best.arena > best.bound:
-                branch({**offsets, index: offset}, offset)
-
-    branch({}, 0)
-    return best
-
-
 def test_uniform_sizes_meet_the_bound() -> None:
-    for seed in range(300):
+    for seed in range(60):
         random = Random(f"uniform {seed}")
         them = [Piece(7, piece.spans) for piece in pieces(seed, random.randint(1, 40), steps=random.randint(2, 60))]
         made = pack(them)
@@ -136,40 +108,10 @@ def test_general_sizes_come_close_to_the_bound() -> None:
     assert max(ratios) <= 1.10
 
 
-def test_the_bound_cannot_always_be_met() -> None:
-    assert max_live(GAP) == 4
-    assert pack(GAP).arena == 5
-    assert smallest(GAP).arena == 5
-
-
-def test_against_all_packings() -> None:
-    ratios = []
-    for seed in range(200):
-        them = pieces(seed, 4 + seed % 5, steps=8, most=9)
-        best = smallest(them)
-        assert packing_errors(them, best.offsets, best.arena) == []
-        ratios.append(pack(them).arena / best.arena)
-    assert min(ratios) == 1.0
-    assert mean(ratios) <= 1.002
-
-
 def test_two_stays_have_one_address() -> None:
     """There on 0-1 and 3-4, with another on 1-3 and a third all the time."""
     them = [Piece(5, ((0, 1), (3, 4))), Piece(5, ((1, 3),)), Piece(2, ((0, 4),))]
     made = pack(them)
     assert made.arena == made.bound == 7
-    assert made.offsets[0] == made.offsets[1]
+    assert made.offsets[0] == made.offsets[1] and pack([]).arena == 0
     assert packing_errors(them, made.offsets, made.arena) == []
-
-
-def test_nothing_needs_nothing() -> None:
-    assert pack([]) == Packing((), 0, 0)
-    assert pack([Piece(0, ((0, 1),))]) == Packing((0,), 0, 0)
-
-
-@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
-def test_the_order_of_pieces_does_not_matter(seed: int, random: Random) -> None:
-    them = pieces(seed, 12, steps=10, most=9)
-    mixed = random.sample(them, len(them))
-    assert pack(them).arena == pack(mixed).arena

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.trainer.distributed.agreement import Agreement, agreement, differences
+from deepstow.trainer.distributed.agreement import agreement, differences
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.errors import ConfigError, ExitCode, UserError
@@ -18,13 +18,6 @@ def test_the_line_names_the_keys_and_both_values() -> None:
         "training.learning_rate = 0.001 on rank 0, 0.0001 on rank 2; training.seed = 1 on rank 0, not set on rank 2; "
         "start all with the same file and overrides"
     )
-
-
-def test_one_rank_agrees_with_itself() -> None:
-    alone = Agreement()
-    assert (alone.any(True), alone.any(False), alone.gathered([1])) == (True, False, [[1]])
-    assert alone.on_first(0, lambda: "done") == "done"
-    alone.refuse_different({"a": 1})
 
 
 def refuses() -> Any:

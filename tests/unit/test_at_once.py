@@ -24,12 +24,11 @@ def operands(rule: UpdateRule, *, mixed: bool) -> list[Operands]:
     return calls
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("kind, options", [
-    ("AdamW", {"weight_decay": 0.1}), ("AdamW", {"amsgrad": True}), ("Adam", {"betas": (0.8, 0.9)}),
-    ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1, "lr": torch.tensor(0.01)}),
+@pytest.mark.parametrize("kind, options, mixed", [
+    ("AdamW", {"weight_decay": 0.1}, False), ("AdamW", {"amsgrad": True}, True), ("Adam", {"betas": (0.8, 0.9)}, True),
+    ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1, "lr": torch.tensor(0.01)}, False),
 ])  # fmt: skip
-def test_bits_are_those_of_torchs_optimizer(kind: str, options: dict[str, Any], *, mixed: bool) -> None:
+def test_bits_are_those_of_torchs_optimizer(kind: str, options: dict[str, Any], mixed: bool) -> None:
     rule = UpdateRule(kind, fused=True, **options)
     calls = operands(rule, mixed=mixed)
     chunks = [(on, at) for on in calls for at in range(len(on.params))]

@@ -1,22 +1,17 @@
 """The bench: its arithmetic, its refusals, its table. Every contender is run in ``tests/e2e/test_bench.py``."""
 
-import io
 import json
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from deepstow.benchmarks.harness import child, processes, record, work
-from deepstow.benchmarks.harness.work import MODELS, Contender, Work
+from deepstow.benchmarks.harness import processes, record, work
+from deepstow.benchmarks.harness.work import Contender
 from deepstow.launch import bench
 from deepstow.trainer.errors import ConfigError, ExitCode
-from deepstow.trainer.machine.profiles import profile
 
 
 def run(label: str, number: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
@@ -58,39 +53,7 @@ def test_the_fastest_is_first_and_failures_are_last() -> None:
     assert remarks == ["- fast: it does less", "- x failed: not installed", "- fast failed: gone"]
 
 
-def test_peaks_are_the_highest_of_any_run_and_who_was_disturbed_says_so() -> None:
-    one = run("a", 1, 1.0, host_peak_bytes=3 << 20, device_peak_bytes=7 << 20, others_share=0.4)
-    other = run("a", 2, 1.0, host_peak_bytes=5 << 20, device_peak_bytes=6 << 20, others_share=0.01)
-    assert cells([one, other])[0][5:8] == ["7.0 MiB", "5.0 MiB", "n/a"]
-    last = record.table([one, other, run("b", 1, 1.0)]).splitlines()[-1]
-    assert last == "- not alone: other processes used the cores while it ran, at worst: a 40%"
-    assert "not alone" not in record.table([other])
-
-
 # --- the work ----------------------------------------------------------------------------------------------------
-
-
-def test_tokens_fix_the_rows() -> None:
-    assert work.work("45m").tokens == 1024
-    assert work.work("45m", tokens=64) == Work(model="45m", rows=1, length=64)
-    assert work.work("45m", tokens=2048, accumulation=2) == Work(model="45m", rows=4, length=256, accumulation=2)
-    assert work.work("45m", tokens=1024, length=64) == Work(model="45m", rows=16, length=64)
-    assert work.work("45m", tokens=64, rows=2) == Work(model="45m", rows=2, length=32)
-
-
-def test_weights_are_counted_right_the_same_each_time_and_do_not_repeat() -> None:
-    one, other = (dict(child.llama(Work(model="tiny", rows=1, length=8)).named_parameters()) for _ in range(2))
-    assert sum(param.numel() for param in one.values()) == MODELS["tiny"].num_params
-    assert all(one[name].equal(other[name]) for name in one)
-    matrices = [param for param in one.values() if param.dim() == 2]
-    assert len({tuple(param.flatten()[:8].tolist()) for param in matrices}) == len(matrices)
-
-
-def test_one_row_for_each_budget() -> None:
-    found = work.contenders(["plain", "ours-budget"], ["16GiB", "1.5gib"])
-    assert [contender.label for contender in found] == ["plain", "ours-budget 16GiB", "ours-budget 1.5gib"]
-    assert [contender.options.get("gpu_memory") for contender in found] == [None, 16 << 30, 3 << 29]
-    assert "ours-budget" not in [contender.label for contender in work.contenders([])]
 
 
 def test_peers_have_the_largest_budget_and_plain_has_all() -> None:
@@ -113,15 +76,6 @@ def test_plans_without_measured_rates_are_not_compared(rates: str, ignored: str,
     record.refuse_unmeasured(around | {"rates": "some"}, ours)
 
 
-def test_rates_of_a_named_profile_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = profile("h100-pcie5")
-    monkeypatch.setattr(child, "probe", lambda: machine)
-    assert child.surroundings()["rates"] == ""
-    measured = replace(machine, rates=machine.rates and replace(machine.rates, origin="measured"))
-    monkeypatch.setattr(child, "probe", lambda: measured)
-    assert child.surroundings()["rates"].startswith("fp32 ")
-
-
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -131,22 +85,12 @@ def test_rates_of_a_named_profile_are_not_measured(monkeypatch: pytest.MonkeyPat
         ("offload --model 45", "--model 45: must be one of tiny, 13m, 11m, 45m, 350m, 1.3b, 6.7b; did you mean '45m'?"),
         ("offload --rounds 0", "--rounds 0: must be a whole number >= 1"),
         ("offload --tokens 100 --length 64", "--tokens 100: must be rows x length x accumulation, here rows x 64 x 1"),
-        ("offload --tokens 64 --rows 3 --length 32",
-         "--tokens 64: must be rows x length x accumulation, here 3 x 32 x 1"),
         ("offload --gpu-memory 16", "--gpu-memory 16: that is 16 bytes; write the unit, as in 20GiB"),
-        ("offload --disk nowhere", "--disk nowhere: must be a folder that exists, on a local drive"),
-        ("offload --host-memory 16", "--host-memory 16: that is 16 bytes; write the unit, as in 20GiB"),
         ("offload --gpu-memory 16GiB --ranks 2", "--gpu-memory: ours-budget is for one rank; leave --ranks out"),
-        ("offload --ranks 2 --subjects torchao",
-         "--subjects torchao: must be one of plain, ours-zero2, ours-zero3, ours-zero2-network, ours-zero3-network, "
-         "deepspeed-zero2, deepspeed-zero3, fsdp2"),
         ("offload --subjects ours-budget",
          "--subjects ours-budget: needs --gpu-memory, for example --gpu-memory 16GiB"),
-        ("recompute --attention flash", "--attention flash: must be one of sdpa, eager"),
         ("recompute --dropout 1", "--dropout 1: must be a number >= 0 and < 1, as in 0.1"),
-        ("recompute --dropout=-0.1", "--dropout -0.1: must be a number >= 0 and < 1, as in 0.1"),
         ("linear --tokens ,", "--tokens ,: must be a whole number >= 1"),
-        ("linear --subjects no", "--subjects no: must be one of plain, plain-again, ours-flip, ours-adaptive"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,19 +98,11 @@ def test_a_wrong_option_is_one_line(words: str, told: str, capsys: pytest.Captur
     assert capsys.readouterr().err == f"{told}\n"
 
 
-def test_recompute_has_contenders_of_its_own() -> None:
-    todo, contenders = bench.wanted(bench.parse(["recompute", "--model", "13m", "--attention=eager", "--dropout=.1"]))
-    assert (todo.attention, todo.dropout, todo.tokens) == ("eager", 0.1, 1024)
-    assert contenders == list(work.RECOMPUTE)
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         ("offload --subjects deepspeed-zero", ["--subjects deepspeed-zero: must be one of plain, ", "did you mean"]),
         ("offload --round 3", ["--round: no such option", "--gpu-memory", "did you mean '--rounds'?"]),
-        ("offload --rows", ["--rows", "expected one argument"]),
-        ("ofload", ["ofload", "offload"]),
         ("", ["THEME"]),
     ],
 )
@@ -178,15 +114,6 @@ def test_a_wrong_command_line_is_one_line(words: str, parts: list[str], capsys: 
     assert code == ExitCode.CONFIG
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and all(part in told for part in parts), told
-
-
-def test_folders_are_named_by_machine_and_never_shared(tmp_path: Path) -> None:
-    hardware = {"device_kind": "cuda", "name": "NVIDIA H100 80GB HBM3"}
-    first, second = (record.new_folder(tmp_path, "offload", hardware) for _ in range(2))
-    assert first.name.endswith("_offload_h100-80gb-hbm3") and second.name == f"{first.name}_2"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--out .*file: cannot make a folder there"):
-        record.new_folder(tmp_path / "file", "offload", {"device_kind": "cpu", "usable_cores": 2})
 
 
 # --- runs --------------------------------------------------------------------------------------------------------
@@ -212,40 +139,6 @@ def test_contenders_take_turns_and_an_interrupted_bench_keeps_its_record(
     table = (folder / "table.md").read_text()
     assert table in capsys.readouterr().out and "| plain " in table and "| ours-streamed " in table
     assert (folder / "logs" / "plain-1.log").exists()
-
-
-def test_a_disk_on_which_nothing_would_rest_is_no_contender(tmp_path: Path) -> None:
-    """It would be timed as if state were there."""
-    from deepstow.benchmarks.harness.child import llama
-    from deepstow.benchmarks.harness.contenders import Ours, Unavailable
-
-    todo = Work(model="tiny", rows=1, length=8, disk=str(tmp_path))
-    where: dict[str, Any] = {"on_disk": True, "site": "host", "weights": "streamed"}
-    with pytest.raises(Unavailable, match="give a smaller --host-memory"):
-        Ours(todo, llama(todo), torch.device("cpu"), **where)
-
-
-def test_deepspeed_completes_a_begun_update() -> None:
-    """Two micro-batches are run after the clock."""
-    from deepstow.benchmarks.harness.peers import DeepSpeed
-
-    trained = object.__new__(DeepSpeed)
-    trained.work = Work(model="tiny", rows=1, length=8, accumulation=5)
-    trained.engine = SimpleNamespace(micro_steps=15 + 2)
-    trained.micro_batch = lambda batch: setattr(trained.engine, "micro_steps", trained.engine.micro_steps + 1)
-    trained.discard({})
-    assert trained.engine.micro_steps == 20
-
-
-def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """In this process, as no other one is needed for it."""
-    broken = Contender("broken", "contenders:Plain", {"no_such": "option"})
-    request = {"work": asdict(work.work("tiny")), "contender": asdict(broken), "out": str(tmp_path)}
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
-    assert child.main() == 1
-    assert "Traceback" in capfd.readouterr().err
-    told = json.loads((tmp_path / "result-0.json").read_text())["failed"]
-    assert told.startswith("TypeError: ") and "no_such" in told
 
 
 def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

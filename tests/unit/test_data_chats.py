@@ -11,14 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deepstow.trainer.config.sections import DataSection
-from deepstow.trainer.data import prepare as preparing
-from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.data.templates import READY
 from deepstow.trainer.errors import DataError
+from tests.helpers import data as helper
+from tests.helpers.data import write
 
-VOCAB = 400
 CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 MESSAGES: list[dict[str, Any]] = [
@@ -50,21 +48,14 @@ SAME: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizers.trained(VOCAB, tmp_path_factory.mktemp("tokenizer"), preparing.texts(DataSection(path="pydoc")))
-
-
-@pytest.fixture
-def tokenizer(shared: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    return shared
 
 
 def prepare(tokenizer: Any, *rows: dict[str, Any], **options: Any) -> Any:
-    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = DataSection(**{"path": "d.jsonl"} | options)
-    return preparing.prepare(section, tokenizer, VOCAB, 0, Path("prepared"), lambda line: None).train
+    write(rows)
+    return helper.prepare(tokenizer, **options).train
 
 
 def trained(tokenizer: Any, row: dict[str, Any]) -> str:
@@ -152,9 +143,8 @@ TALK: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("inside", ["{{ m.content }}", "{{ m.content }} ", " {{ m.content }}", "{{ m.content }} \n"])
-def test_marks_whose_ends_the_tokenizer_drops(inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_whose_ends_the_tokenizer_drops(inside: str) -> None:
     """Transformers marks all that follows, questions as well, or nothing from there on."""
-    monkeypatch.chdir(tmp_path)
     rows = [{"messages": TALK[:1]}, {"messages": TALK}]
     options = {"assistant_only_loss": True, "chat_template": MARKED.format(inside)}
     if inside == "{{ m.content }}":

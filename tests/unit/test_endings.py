@@ -4,19 +4,12 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import pytest
 from datasets import Dataset
 from transformers import LlamaConfig
 
-from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.endings import ends_of, holds_chats, never_ends
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.data.prepare import Contents, Prepared
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizers.trained(300, tmp_path_factory.mktemp("words"), ["a good text"])
 
 
 def prepared(ids: list[int], labels: list[int], form: str = "messages") -> Prepared:
@@ -24,26 +17,28 @@ def prepared(ids: list[int], labels: list[int], form: str = "messages") -> Prepa
     return Prepared(rows, None, form, Contents(fingerprint="rows"), chats=form == "messages")
 
 
-def test_what_is_said(words: Any) -> None:
-    end, turn = words.eos_token_id, words.convert_tokens_to_ids("<|im_start|>")
-    assert never_ends(prepared([5, 6, end], [MASKED, 6, end]), words, {end}) == ""
-    no_loss = never_ends(prepared([5, 6, end], [MASKED, 6, MASKED]), words, {end})
+def test_what_is_said(tokenizer: Any) -> None:
+    end, turn = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert never_ends(prepared([5, 6, end], [MASKED, 6, end]), tokenizer, {end}) == ""
+    no_loss = never_ends(prepared([5, 6, end], [MASKED, 6, MASKED]), tokenizer, {end})
     assert "rows have the end of a turn (<|eos|>), and no loss on it" in no_loss and "{% endgeneration %}" in no_loss
-    nowhere = never_ends(prepared([5, 6, turn], [MASKED, 6, turn]), words, {end})
+    nowhere = never_ends(prepared([5, 6, turn], [MASKED, 6, turn]), tokenizer, {end})
     assert "writes no end of a turn (<|eos|>) after an answer, but '<|im_start|>'" in nowhere and "chatml" in nowhere
-    assert never_ends(prepared([5, 6, turn], [MASKED, 6, turn]), words, {end, turn}) == "", "the model ends there, too"
-    assert never_ends(prepared([5, 6], [MASKED, 6], "text"), words, {end}) == ""
-    without = deepcopy(words)
+    assert never_ends(prepared([5, 6, turn], [MASKED, 6, turn]), tokenizer, {end, turn}) == "", (
+        "the model ends there, too"
+    )
+    assert never_ends(prepared([5, 6], [MASKED, 6], "text"), tokenizer, {end}) == ""
+    without = deepcopy(tokenizer)
     without.eos_token = None
     assert "the tokenizer has no end token" in never_ends(prepared([5, 6], [MASKED, 6]), without, set())
 
 
-def test_where_generation_ends(words: Any, tmp_path: Path) -> None:
+def test_where_generation_ends(tokenizer: Any, tmp_path: Path) -> None:
     """Gemma's chats end with a token that only its generation_config.json names."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
     (tmp_path / "config.json").write_text("{}")
-    assert ends_of(words, LlamaConfig(eos_token_id=7), str(tmp_path)) == {words.eos_token_id, 7, 1, 106}
-    assert ends_of(words, LlamaConfig(eos_token_id=None), None) == {words.eos_token_id}
+    assert ends_of(tokenizer, LlamaConfig(eos_token_id=7), str(tmp_path)) == {tokenizer.eos_token_id, 7, 1, 106}
+    assert ends_of(tokenizer, LlamaConfig(eos_token_id=None), None) == {tokenizer.eos_token_id}
 
 
 def test_rows_that_are_chats() -> None:

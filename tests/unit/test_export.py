@@ -312,10 +312,8 @@ def train_and_export(ranks: Ranks, config: RunConfig) -> dict[str, float]:
 def test_adapters_whose_base_was_rounded_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base in fp32, which the memory engine holds in bf16; beside another base they are refused."""
     (model := built()).save_pretrained(tmp_path / "base")
-    config = run_config(
-        None, output_dir=tmp_path, strategies={"offload": {}}, max_steps=1, bf16=True, data={"max_length": 32},
-        model={"config": None, "name_or_path": str(tmp_path / "base"), "lora": LORA | {"export": "adapter"}},
-    )  # fmt: skip
+    how: dict[str, Any] = {"strategies": {"offload": {}}, "max_steps": 1, "bf16": True, "data": {"max_length": 32}}
+    config = adapters(tmp_path / "base", output_dir=tmp_path, **how)
     assert train_and_export(Ranks(), config)["difference"] < 5e-2
 
     def doubled(_: Path) -> None:
@@ -327,22 +325,18 @@ def test_adapters_whose_base_was_rounded_to_train(tmp_path: Path, monkeypatch: p
         train_and_export(Ranks(), config)
 
 
-def test_adapters_trained_in_fp32_on_a_base_that_is_saved_in_bf16(tmp_path: Path) -> None:
-    """As most models are. Its files name bf16, in which it computes otherwise than it was trained."""
+def test_what_computes_otherwise_in_another_precision(tmp_path: Path) -> None:
+    """Files of a base that name bf16, as most do, and adapters trained in fp32; and a mixture under autocast, which in
+    fp32 chose other experts, and was refused.
+    """
     built(dtype="bfloat16").save_pretrained(tmp_path / "base")
-    config = run_config(
-        None, output_dir=tmp_path, max_steps=1, data={"max_length": 32},
-        model={"config": None, "name_or_path": str(tmp_path / "base"), "lora": LORA | {"export": "adapter"}},
-    )  # fmt: skip
-    assert train_and_export(Ranks(), config)["difference"] == 0
-
-
-def test_a_mixture_that_bf16_sends_to_other_experts(tmp_path: Path) -> None:
-    """Under autocast. What is opened again computes so, too: in fp32 it chose others, and was refused."""
+    based = adapters(tmp_path / "base", output_dir=tmp_path / "one", max_steps=1, data={"max_length": 32})
     uneven = {**MIXTRAL, "initializer_range": 0.5}
-    config = run_config(uneven, output_dir=tmp_path, max_steps=1, bf16=True, data={"max_length": 32})
-    assert train_and_export(Ranks(), config)["difference"] == 0
-    assert {each.dtype for each in load_file(tmp_path / "export" / WEIGHTS).values()} == {torch.float32}
+    mixed = run_config(uneven, output_dir=tmp_path / "two", max_steps=1, bf16=True, data={"max_length": 32})
+    for config in (based, mixed):
+        Path(config.training.output_dir).mkdir()
+        assert train_and_export(Ranks(), config)["difference"] == 0
+    assert {each.dtype for each in load_file(tmp_path / "two/export" / WEIGHTS).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), SafetensorError("No space left on device")])

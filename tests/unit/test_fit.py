@@ -14,7 +14,6 @@ from deepstow.launch.fit import main
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.on_disk import disk_bytes
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.planner import placement_search
 from deepstow.trainer.config.load import build, load, load_tree
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, TooLargeError, report
@@ -86,14 +85,6 @@ def test_a_row_is_the_plan_of_the_config_that_its_lines_write(tight: list[FitRow
         assert row.needed == {home: plan.peak(home) for home in Tier}, row.training
 
 
-def test_what_the_machine_has_is_kept() -> None:
-    disk = "strategies.offload={disk: /fast, disk_memory: 1GiB, site: host}"
-    rows = rows_of(card(5 << 20), disk, more=(2,))
-    here = [row.tree["strategies"]["offload"] for row in rows if row.ranks == 1 and "offload" in row.strategies]
-    assert here and all(each == {"disk": "/fast", "disk_memory": "1GiB"} for each in here)
-    assert not any(row.refused for row in rows if row.ranks == 2)
-
-
 @pytest.mark.slow
 def test_state_in_fewer_bits_is_an_answer_of_its_own(whole_alone: None) -> None:
     """Tried where all of it does not fit into memory, until it does; with a disk all of it does."""
@@ -127,35 +118,6 @@ def test_adapters_that_a_model_does_not_take_are_a_row() -> None:
     assert "incompatible with Mamba" in lora.refused and "base_layer" not in lora.refused
     with pytest.raises(ConfigError, match="incompatible with Mamba"):
         Fit(run_config(model, model={"lora": {"r": 4, "target_modules": "all-linear"}}), HERE, card(1 << 30)).rows()
-
-
-@pytest.mark.slow
-def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
-    rows = rows_of(card(5 << 20), "prune={method: magnitude}", "strategies.offload={moments: int8}", more=(2,))
-    assert next(row for row in rows if row.kind == "LoRA").refused.startswith("model.lora: cannot go with prune")
-    assert [row.ranks for row in rows if row.ranks > 1] == [2]
-    written = [row.tree["strategies"]["offload"] for row in rows if "offload" in row.strategies]
-    assert written and all(each == {"moments": "int8"} for each in written)
-    rows = rows_of(card(5 << 20, 300 << 20), "strategies.offload={moments: int8}", more=(2,))
-    (over,) = (row for row in rows if row.ranks > 1)
-    assert over.strategies == ("zero", "offload") and over.tree["strategies"]["offload"] == {}
-
-
-def test_the_table_takes_no_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the config as it is, whose plan is the one of a run."""
-    climbs = []
-    monkeypatch.setattr(placement_search, "fastest", lambda *given: climbs.append(given))
-    config = config_of(None, [*OVERRIDES, *SMALL, "strategies.offload={}"], accelerated=True)
-    asked = Fit(config, HERE, card(1 << 25), written=unwritten(config))
-    offloaded = [row for row in asked.rows() if "offload" in row.strategies and row.seconds is not None]
-    assert offloaded and not climbs
-    asked.rows(as_given=True)
-    assert climbs
-
-
-def test_missing_is_what_lies_beyond_nine_tenths(tight: list[FitRow]) -> None:
-    (plain,) = (row for row in tight if row.training == "full" and row.ranks == 1)
-    assert plain.missing == {Tier.DEVICE: plain.needed[Tier.DEVICE] - int(0.9 * (5 << 20))}
 
 
 def test_on_a_large_card_nothing_is_added_that_does_nothing() -> None:
@@ -266,20 +228,6 @@ def test_which_row_is_written() -> None:
         chosen(rows[:1], config, None)
 
 
-def test_more_ranks_are_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By numbers; the column is there only then."""
-    monkeypatch.setattr(fit, "_saving", lambda: ["zero"])
-    given = ["--profile", "rtx4090-pcie4", *OVERRIDES, *SMALL]
-    for ranks, found in (([], None), (["--ranks", "1,2"], ["1", "2"])):
-        assert main([*given, *ranks]) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +\d|row", line)]
-        assert ("  ranks  " in rows[0]) is (found is not None)
-        assert found is None or ("full + zero" in rows[-1] and " 2  " in rows[-1])
-    with pytest.raises(SystemExit, match="2"):
-        main([*given, "--ranks", "2,x"])
-    assert "must be one or more numbers from 1, as in 2 or 1,2,4,8" in capsys.readouterr().err
-
-
 def test_what_the_config_has_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointing of Hugging Face's would hide in every row; adapters are not all weights."""
     monkeypatch.setattr(fit, "_saving", lambda: ["recompute"])
@@ -305,14 +253,6 @@ def test_changes_are_those_of_a_command_line() -> None:
         "strategies.zero=null",
     ]
     assert load_tree(config.tree(), found).tree() == build(tree).tree()
-
-
-def test_a_config_in_stages_is_compared_with_whole_copies() -> None:
-    more = ["strategies.pipeline={stages: 2}", "training.gradient_accumulation_steps=2"]
-    config = config_of(None, [*OVERRIDES, *SMALL, *more], accelerated=True)
-    given, *others = Fit(config, Ranks(world_size=2, local_world_size=2), card(1 << 36)).rows(as_given=True)
-    assert given.given and given.needed[Tier.DEVICE] < others[0].needed[Tier.DEVICE]
-    assert others and not any(row.refused for row in others)
 
 
 @pytest.mark.slow
@@ -379,18 +319,6 @@ def test_a_model_that_is_not_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--profile", "rtx4090-pcie4", *arguments]) == 2
         said = capsys.readouterr()
         assert said.err.splitlines()[-1].startswith(says) and said.out == ""
-
-
-@pytest.mark.slow
-def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoConfig
-
-    monkeypatch.setattr(fit, "_saving", list)  # the rows without strategies are enough
-
-    kind, sizes = SIZES["model_type"], {name: value for name, value in SIZES.items() if name != "model_type"}
-    AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
-    assert main(["--profile", "rtx4090-pcie4", "--model", str(tmp_path), *SMALL]) == 0
-    assert capsys.readouterr().out.startswith(f"does it fit? {tmp_path} on NVIDIA GeForce RTX 4090: 23.6 GiB")
 
 
 def test_every_answer_has_its_words() -> None:

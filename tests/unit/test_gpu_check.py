@@ -5,7 +5,6 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,9 +13,6 @@ import pytest
 from deepstow.benchmarks import gpu_bars, gpu_check, gpu_engine, gpu_measure
 from deepstow.benchmarks.gpu_check import Call, Step
 from deepstow.launch import bench
-from deepstow.strategies.core.facts import Rates
-from deepstow.trainer.machine import profiles
-from deepstow.trainer.machine.probe import probe
 
 SAYS = "print('{\"case\": 1}', flush=True); print('{no JSON'); print('words'); "
 HANGS = (
@@ -108,50 +104,7 @@ def test_commands_are_accepted_and_fit_into_nine_minutes(
     assert [bool(gpu_engine.trials(gpu_engine.parser().parse_args(command))) for command in engine] == [True] * 4
 
 
-def test_no_case_is_no_result() -> None:
-    """An error is one, and so is plain training that differs from itself; but not under ``--noise``, whose question
-    that is."""
-    case = {"case": "a case", "dtype": "torch.float32", "site": "device", "error": "", "worst": 0.0, "noise": 0}
-    plain = case | {"site": "plain", "noise": 3, "first": "losses"}
-    assert gpu_engine.report([case, plain]) == 0
-    for records in ([], [case, case | {"worst": 1e-12}], [case | {"noise": 1}], [plain | {"error": "an error"}]):
-        assert gpu_engine.report(records) == 1
-
-
-def test_memory_is_touched_until_no_more_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine that starts with 6 GiB and gives 4 more when those are touched, twice."""
-    free = iter([6, 6, 5, 10, 10, 5, 14, 14, 5, 14])  # while memory is touched 5 is the end
-    monkeypatch.setattr(gpu_measure, "host_memory", lambda: SimpleNamespace(available_bytes=next(free)))
-    monkeypatch.setattr(gpu_measure, "GIB", 1)
-    monkeypatch.setattr(gpu_measure, "LEFT_BYTES", 4)
-    assert gpu_measure.grown(20)["free_bytes"] == [6, 10, 14, 14]
-    free = iter([6, 6, 5, 10])
-    assert gpu_measure.grown(10)["free_bytes"] == [6, 10], "which is enough"
-
-
 # --- rates ---------------------------------------------------------------------------------------------------------
-
-
-def test_rates_of_an_earlier_call_are_put_back_if_they_are_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates, path = gpu_rates(), tmp_path / "home.json"
-    monkeypatch.setattr(profiles, "stored_at", lambda: path)
-    here = profiles.key_of(probe())
-    stored = [profiles.StoredRates(rates, date, key=key) for date, key in (("1", here), ("2", here | {"cores": 999}))]
-    files = [{"found": {"rates_file": profiles.FILE.dump_python(each, mode="json")}} for each in stored]
-    known = tmp_path / "results.jsonl"
-    known.write_text("".join(json.dumps({"part": "1", "step": "rates", **each}) + "\n" for each in files))
-    assert gpu_measure.settled_rates([tmp_path / "none", known], quick=True)["origin"] == "put back"
-    assert profiles.known_rates(probe()).date == "1"
-    assert gpu_measure.settled_rates([known], quick=True)["origin"] == "stored here"
-
-
-def gpu_rates() -> Rates:
-    """Of no machine."""
-    found = profiles.profile("h100-pcie5").rates
-    assert found is not None
-    return found
 
 
 # --- bars ----------------------------------------------------------------------------------------------------------

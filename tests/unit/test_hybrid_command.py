@@ -1,7 +1,6 @@
 """``deepstow search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
 
 import re
-import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deepstow.launch import cli, cost
-from deepstow.launch import plan as plan_command
-from deepstow.launch.search import main, parse
+from deepstow.launch.search import main
 from deepstow.strategies.core.facts import Facts
 from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.sizes import human
@@ -101,31 +98,6 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
         assert found.host - own == pytest.approx(plans[0].peak(Tier.HOST) - runtime, rel=0.05)
 
 
-def test_offload_brings_a_loss_by_chunks_but_not_to_tensor_ranks() -> None:
-    found = []
-    for tensor, logits in ((1, 1), (1, 1 << 30), (2, 1), (2, 1 << 30)):
-        counted = parts()[Size(2, tensor)]
-        head = counted.units[-1]
-        assert head.in_chunks is not None
-        large = replace(head, in_chunks=replace(head.in_chunks, logits=logits))
-        facts = replace(counted, units=(*counted.units[:-1], large))
-        degrees = Degrees(tensor=tensor, data=8 // tensor, zero=1, offload=Stowed.STATE, micro_batch=2)
-        found.append(Account(Models({Size(2, tensor): facts})).of(degrees).device)
-    assert found[0] > found[1] and found[2] == found[3]
-
-
-@pytest.mark.parametrize(
-    ("words", "tied", "refused"), [(16_001, False, True), (16_001, True, False), (16_000, False, False)]
-)
-def test_a_head_of_uneven_parts_is_not_offered_beside_offload(words: int, tied: bool, refused: bool) -> None:
-    """As the plan of such a config refuses it (test_tensor.py)."""
-    config = run_config({**WIDE, "vocab_size": words, "tie_word_embeddings": tied}, data=DATA, bf16=True)
-    run = Shares(config, RANKS, CARD, lambda line: None).whole.run
-    stowed = Degrees(tensor=2, data=4, zero=1, offload=Stowed.STATE)
-    said = [str(keys.refused(run, {})(each)) for each in (stowed, replace(stowed, offload=Stowed.NOTHING))]
-    assert ["words of the head" in each for each in said] == [refused, False]
-
-
 def write(folder: Path, **training: object) -> Path:
     path = folder / "mine.yaml"
     usual = {"bf16": True, "gradient_checkpointing": True, "per_device_train_batch_size": 2}
@@ -139,26 +111,6 @@ def first_as_written(path: Path, said: str, ranks: Ranks = RANKS) -> Plan:
     """The plan of the config with what is to be set for the first row."""
     changes = [line.strip() for line in said.split("for the first row:\n")[1].splitlines()]
     return plan_of(load(path, changes), ranks, sized(CARD, None, None))
-
-
-@pytest.mark.slow
-def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3)
-    given = ["--config", str(path), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
-    assert main([*given]) == 0
-    said = capsys.readouterr()
-    assert "CPU seconds" in said.err and "48 sequences of 512 tokens per step" in said.out
-    table = said.out.split("----\n")[1].split("\n\n")[0].splitlines()
-    assert len(table) == 10 and [float(row.split()[10]) for row in table] == sorted(
-        float(row.split()[10]) for row in table
-    )
-    first = table[0].split()
-    assert first[:5] == ["1", "x", "1", "x", "8"], "this small model wants data parallelism alone"
-    plan = first_as_written(path, said.out)
-    assert plan.facts.run.micro_batch * plan.facts.run.accumulation * 8 == 48
-    assert human(plan.peak(Tier.DEVICE)) in table[0]
 
 
 def test_lossy_exchanges_between_machines(
@@ -289,42 +241,3 @@ def test_what_is_not_known_is_asked_for(
     assert main(["--config", str(write(tmp_path)), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "said"),
-    [
-        (parse, "", "--config FILE is required"),
-        (parse, "--config x --network -1", "'-1' must be a number more than 0"),
-        (parse, "--config x --world-size 1000001", "--ranks 1000001: must be from 1 to 1000000"),
-        (parse, "--config x --ranks 8 --ranks-per-machine 0", "must be from 1 to the number of ranks, 8"),
-        (parse, "--config x --ranks 8 --ranks-per-machine 9", "must be from 1 to the number of ranks, 8"),
-        (parse, "--config x --plot x", "unrecognized arguments: --plot"),
-        (plan_command.parse, "--config x --network 100", "unrecognized arguments: --network"),
-        (plan_command.parse, "--config x --profle a", "unrecognized arguments: --profle; did you mean '--profile'?"),
-        (cost.parse, "--config x", "the following arguments are required: --tokens"),
-        (plan_command.parse, "--config x --lossy", "unrecognized arguments: --lossy"),
-    ],
-)
-def test_flags_that_do_not_go_together(
-    command: Any, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command(arguments.split())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("deepstow ") and said in line
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("plan --search --config my.yaml --ranks 8", "search --config my.yaml --ranks 8"),
-        ("plan --fit --config 'my config.yaml'", "fit --config 'my config.yaml'"),
-        ("plan --config my.yaml --tokens=15B --mfu 0.3", "cost --config my.yaml --tokens=15B --mfu 0.3"),
-        ("search --price-per-gpu-hour 2 --tokens 1T", "cost --price-per-gpu-hour 2 --tokens 1T"),
-    ],
-)
-def test_the_old_spelling_names_the_command(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(shlex.split(old)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f" is a command of its own: deepstow {new}")

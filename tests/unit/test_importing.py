@@ -71,18 +71,6 @@ num_processes: 8
 tpu_env: []
 use_cpu: false
 """
-FSDP2 = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_activation_checkpointing: true
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_offload_params: true
-  fsdp_reshard_after_forward: false
-  fsdp_version: 2
-mixed_precision: bf16
-num_processes: 8
-"""
 TRAIN_SH = r"""
 #!/bin/bash
 # the recipe, with: python train.py --learning_rate 1
@@ -147,58 +135,6 @@ fsdp:
 special_tokens:
   pad_token: <|end_of_text|>
   eos_token: <|eot_id|>
-"""
-AXOLOTL_STREAM = """
-base_model: TinyLlama/TinyLlama_v1.1
-pretraining_dataset: [{path: allenai/c4, name: en, type: pretrain}]
-max_steps: 200
-sequence_len: 2048
-batch_size: 16
-micro_batch_size: 2
-adapter: llama-adapter
-lora_r: 8
-optimizer: paged_adamw_32bit
-learning_rate: 2e-4
-lr_scheduler: cosine
-cosine_min_lr_ratio: 0.1
-warmup_ratio: 0.05
-bf16: false
-fp16: true
-attention: flash
-evals_per_epoch: 2
-save_steps: 50
-fsdp: shard_grad_op offload
-fsdp_config: {fsdp_use_orig_params: true}
-"""
-AXOLOTL_DPO = """
-base_model: meta-llama/Meta-Llama-3-8B-Instruct
-rl: ipo
-rl_beta: 0.2
-datasets:
-  - path: org/pairs
-    type: chat_template.default
-    field_messages: conversation
-    field_chosen: better
-    field_rejected: rejected
-    message_property_mappings: {role: role, content: content}
-output_dir: out
-sample_packing: false
-load_in_8bit: false
-optimizer: paged_lion_8bit
-learning_rate: 2e-4
-warmup_steps: 10
-test_datasets: [{path: json, data_files: [held_out.jsonl], type: chat_template.default}]
-eval_steps: 50
-"""
-TRL_MIXTURE = """
-model_name_or_path: m
-bf16: false
-datasets:
-- {path: chats.jsonl, fraction: 0.5}
-- {path: json, data_files: pairs.jsonl, columns: [prompt, completion], fraction: 0.5}
-test_split_size: 0.1
-eval_strategy: epoch
-max_length: 512
 """
 LLAMA_FACTORY = """
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
@@ -299,15 +235,6 @@ strategies: {zero: {stage: 3}}
             "lora_r_unknown": "is no key that is known",
         },
     ),
-    "accelerate with FSDP": (
-        {"fsdp2.yaml": FSDP2},
-        "",
-        """
-training: {bf16: true, gradient_checkpointing: true}
-strategies: {zero: {stage: 2}, offload: {}}
-""",
-        {},
-    ),
     "axolotl": (
         {"axolotl.yml": AXOLOTL},
         "",
@@ -331,70 +258,6 @@ training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train
             "optimizer": "in 8 bits",
             "special_tokens.eos_token": "save one",
         },
-    ),
-    "axolotl on a stream, sharded": (
-        {"pretrain.yml": AXOLOTL_STREAM},
-        "",
-        """
-model: {name_or_path: TinyLlama/TinyLlama_v1.1, attn_implementation: flash_attention_2}
-data: {path: allenai/c4, name: en, max_length: 2048, excess_length_strategy: split, streaming: true}
-training: {output_dir: model-out, learning_rate: 2e-4, per_device_train_batch_size: 2, num_train_epochs: 1.0,
-  gradient_accumulation_steps: 8, max_steps: 200, optim: adamw_torch_fused, lr_scheduler_type: cosine_with_min_lr,
-  lr_scheduler_kwargs: {min_lr_rate: 0.1}, warmup_steps: 10, bf16: false, fp16: true, save_strategy: steps,
-  save_steps: 50, save_total_limit: 4, average_tokens_across_devices: false}
-strategies: {zero: {stage: 2}, offload: {}}
-""",
-        {"adapter": "full is written", "pretraining_dataset": "one stream"},
-    ),
-    "trl in four bits": (
-        {},
-        "trl sft --model_name_or_path m --dataset_name d/e --use_peft --load_in_4bit --use_bnb_nested_quant "
-        "--assistant_only_loss --eos_token <e>",
-        """
-model: {name_or_path: m, lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05}, quantization_config: {load_in_4bit: true,
-  bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: float32}}
-data: {path: d/e, excess_length_strategy: truncate, assistant_only_loss: true}
-training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: true, gradient_checkpointing: true}
-""",
-        {"eos_token": '= "<e>"'},
-    ),
-    "trl on a mixture": (
-        {"sft.yaml": TRL_MIXTURE},
-        "",
-        """
-model: {name_or_path: m}
-data: {datasets: [{path: chats.jsonl}, {path: pairs.jsonl}], eval_fraction: 0.1, max_length: 512,
-  excess_length_strategy: truncate}
-training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: false, gradient_checkpointing: true,
-  eval_strategy: epoch}
-""",
-        {"datasets.0.fraction": "token_share", "datasets.1.fraction": "token_share"},
-    ),
-    "axolotl on preferences": (
-        {"dpo.yml": AXOLOTL_DPO},
-        "",
-        """
-task: dpo
-model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16}
-data: {path: org/pairs, eval_path: held_out.jsonl, columns: {prompt: conversation, chosen: better}, max_length: 512}
-training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
-  optim: lion_32bit, lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo,
-  beta: 0.2, eval_strategy: steps, eval_steps: 50, eval_on_start: true, save_total_limit: 4,
-  average_tokens_across_devices: false}
-""",
-        {"optimizer": "lion_32bit has it in 32", "datasets.0.type": "as the template ends it"},
-    ),
-    "a script of TRL on preferences": (
-        {},
-        "trl dpo --model_name_or_path m --dataset_name org/pairs --beta 0.05 --no_disable_dropout",
-        """
-task: dpo
-model: {name_or_path: m}
-data: {path: org/pairs}
-training: {output_dir: trainer_output, learning_rate: 1e-6, bf16: true, gradient_checkpointing: true, beta: 0.05,
-  disable_dropout: false}
-""",
-        {},
     ),
     "llama-factory": (
         {"lf.yaml": LLAMA_FACTORY, "data/dataset_info.json": DATASET_INFO},
@@ -464,21 +327,6 @@ def test_ranks_and_their_batch(tmp_path: Path) -> None:
     )
 
 
-def test_deepspeed_decides_what_it_does_not_say(tmp_path: Path) -> None:
-    """Nothing clipped without gradient_clipping, and the rate of the scheduler instead of the optimizer's."""
-    scheduler = {"type": "WarmupCosineLR", "params": {"warmup_max_lr": 1e-5, "warmup_type": "linear"}}
-    ds = {"zero_optimization": {"stage": 0}, "optimizer": {"type": "Adam", "params": {}}, "scheduler": scheduler}
-    draft = read(tmp_path, {"ds.json": ds, "args.json": {"output_dir": "o", "max_grad_norm": 0.5}})
-    found = {name.partition(".")[2]: value.value for name, value in draft.values.items()}
-    assert found == {
-        "output_dir": "o", "max_grad_norm": 0.0, "logging_steps": 500, "optim": "adamw_torch_fused",
-        "learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 1000,
-        "lr_scheduler_kwargs": {"min_lr_rate": 1e-4}, "zero.stage": 0,
-    }  # fmt: skip
-    assert {".".join(fault.key) for fault in draft.spare} >= {"max_grad_norm", "optimizer.params.lr"}
-    assert [".".join(fault.key) for fault in draft.lost] == ["scheduler.type"]
-
-
 def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:
     """All names of TrainingArguments are known, and nothing that is at its default is lost."""
     from transformers import TrainingArguments
@@ -520,37 +368,31 @@ def test_what_a_key_becomes(line: str, tmp_path: Path) -> None:
         assert draft.of(target) == value
 
 
-REFUSED = (
-    (
-        {"a.yaml": "base_model: x\ncutoff_len: 3"},
-        "of Axolotl (base_model) and of LLaMA-Factory (cutoff_len); say which",
-    ),
-    ({"a.yaml": "learning: 1"}, "a.yaml: none of its keys is known; say whose it is with --from deepspeed, "),
-    (
-        {"a.sh": "python a.py --seed 1\npython b.py --seed 2"},
-        "a.sh: holds 2 commands; give the one that trains after --",
-    ),
-    ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
-    ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
-    ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
-    (
-        {"a.yaml": "template: x\ndataset: y", "data/dataset_info.json": '{"y": 1, "y": 2}'},
-        "data/dataset_info.json:1: y = 2: duplicate key, first on line 1; keep one",
-    ),
-    ({"a.yaml": "base_model: x\nrl: grpo"}, 'a.yaml:2: rl = "grpo": cannot be imported; there are sft, pt, '),
-)
+REFUSED = r"""
+base_model: x\ncutoff_len: 3                of Axolotl (base_model) and of LLaMA-Factory (cutoff_len); say which
+learning: 1                                 a.yaml: none of its keys is known; say whose it is with --from deepspeed,
+seed: 1\nseed: 2                            a.yaml:2: seed = 2: duplicate key, first on line 1; keep one
+- 1                                         a.yaml: holds no keys and no command
+base_model: x\nrl: grpo                     a.yaml:2: rl = "grpo": cannot be imported; there are sft, pt,
+""".strip().splitlines()  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "line"), REFUSED)
-def test_refused(files: dict[str, str], line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    content, line = re.split(r"\s{3,}", case.replace(r"\n", "\n"), maxsplit=1)
     with pytest.raises(ConfigError) as caught:
-        read(tmp_path, files)
+        read(tmp_path, {"a.yaml": content})
     assert len(caught.value.lines) == 1 and line in caught.value.lines[0]
+
+
+def test_refused_commands(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.sh: holds 2 commands; give the one that trains after --"):
+        read(tmp_path, {"a.sh": "python a.py --seed 1\npython b.py --seed 2"})
     with pytest.raises(ConfigError, match=r"^a\.yml: no such file"):
         read_all(["a.yml"], [], None)
 
 
-@pytest.mark.parametrize("odd", [True, 3, 0.5, "x y", [1], {"a": {"b": 1}}, [{"a": 1}]])
+@pytest.mark.parametrize("odd", [True, "x y", [{"a": 1}]])
 def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) -> None:
     for kind in NAMES:
         tree: dict[str, Any] = {}
@@ -563,15 +405,9 @@ def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) ->
         assert len(draft.lost) > 3 and parse(draft.text("start"), "")[0] == draft.tree()
 
 
-def test_whose_it_is_can_be_said(tmp_path: Path) -> None:
-    arguments = {"args.json": {"output_dir": "o"}}
-    assert read(tmp_path, arguments).of("training.learning_rate") is None
-    assert read(tmp_path, arguments, kind="trl").of("training.learning_rate") == 2e-5
-
-
 def test_a_command_that_names_files_alone(tmp_path: Path) -> None:
     """As Axolotl and LLaMA-Factory are started; an option beside the file comes before what the file says."""
-    files = {"x/a.yml": AXOLOTL, "x/lf.yaml": LLAMA_FACTORY, "x/acc.yaml": FSDP2}
+    files = {"x/a.yml": AXOLOTL, "x/lf.yaml": LLAMA_FACTORY, "x/acc.yaml": ACCELERATE}
     for command, kinds in (
         ("accelerate launch --config_file x/acc.yaml -m axolotl.cli.train x/a.yml", ["axolotl", "accelerate"]),
         ("FORCE_TORCHRUN=1 llamafactory-cli train x/lf.yaml", ["llamafactory"]),

@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, product
 from random import Random
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from deepstow.benchmarks.placements import best_known, instance
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Precision, Rates, Tier
-from deepstow.strategies.core.layout import Item, Site, aligned, needs
+from deepstow.strategies.core.layout import Item
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.registry import find
@@ -20,9 +19,8 @@ from deepstow.strategies.offload import Offload
 from deepstow.strategies.planner import edits
 from deepstow.strategies.planner.addresses import place, slot_pools
 from deepstow.strategies.planner.buckets import block_bytes, capacity
-from deepstow.strategies.planner.estimate import Estimate
 from deepstow.strategies.planner.places import OffloadRequest, Places
-from deepstow.strategies.planner.site_search import PARTS, Mix, Mixer, SiteSearch
+from deepstow.strategies.planner.site_search import SiteSearch
 from deepstow.strategies.planner.step_cost import cost_of
 from deepstow.strategies.planner.weight_schedule import ASSUMED, only_while_used
 from tests.helpers.fakes import GPU
@@ -61,58 +59,6 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
             away = only_while_used(made, copies)
             rounded = sum(pool.num_bytes for pool in slot_pools(away) if pool.item is Item.COPY)
             assert sizes.host + sum(copies.values()) + rounded == place(away).num_bytes(Tier.HOST)
-
-
-@settings(max_examples=25, deadline=None)
-@given(random_facts(), options)
-def test_the_least_bytes_are_those_of_each_bucket_at_its_smallest_place(known: Facts, asked: dict[str, Any]) -> None:
-    """Without slots, which buckets share; a plan is refused by them before anything is worked out."""
-    places = Places(known, request(**asked))
-    leave = {*places.blocks, *places.offloadable(tuple(choices[-1] for choices in places.choices))}
-
-    def least(index: int) -> int:
-        found = []
-        for choice in places.choices[index]:
-            placement = tuple(choice if at == index else some[0] for at, some in enumerate(places.choices))
-            made = places.layout(placement)
-            for layout in (made, only_while_used(made, [index])) if index in leave else (made,):
-                held = [need for need in needs(layout.buckets[index], layout) if not need.passes]
-                found.append(sum(aligned(need.num_bytes, need.tier) for need in held))
-        return min(found)
-
-    assert places.least_bytes == sum(map(least, range(len(places.buckets))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("accumulation", "max_grad_norm"), [(1, 0.0), (4, 1.0)])
-def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) -> None:
-    """A climb may miss 1 % of what the one for less memory found."""
-    known = large(blocks=4, accumulation=accumulation, max_grad_norm=max_grad_norm)
-    found = []
-    for size in (2, 3, 4, 6, 40) if accumulation == 1 else (3, 6, 40):
-        try:
-            found.append(seconds(known, size * GIB))
-        except Refusal:
-            assert not found, "what fits into less fits into more"
-    assert len(found) > 4 - 2 * (accumulation > 1)
-    for slow, fast in pairwise(found):
-        assert fast <= slow * 1.01
-    assert found[-1] < 0.8 * found[0]
-
-
-def test_the_estimate_ranks_as_the_simulator_does() -> None:
-    """Not the same seconds: it promises too much of streaming. What is nearly the fastest is among its first ones."""
-    known = large(blocks=8)
-    rates = known.machine.rates
-    assert rates is not None
-    asked = request(60 * GIB)
-    places = Places(known, asked)
-    estimate = Estimate(known, asked, places)
-    mixer = Mixer(places)
-    some = {mixer.placement(Mix(*shares, PARTS)) for shares in product(range(0, PARTS + 1, PARTS // 8), repeat=2)}
-    ranked = sorted(some, key=lambda placement: estimate.seconds(placement, 0))
-    simulated = [cost_of(known, places.layout(placement), rates).seconds for placement in ranked]
-    assert min(simulated[:6]) <= 1.05 * min(simulated)
 
 
 def test_blocks_are_cut_as_far_as_it_shortens_what_moves() -> None:
@@ -155,7 +101,7 @@ def test_where_slots_for_the_largest_states_do_not_fit_the_smaller_ones_are_stre
     assert search.seconds(choose(known, asked)) <= 1.02 * min(times)
 
 
-@pytest.mark.parametrize("seed", [0, 4, 8, 12])  # uniform blocks, each machine
+@pytest.mark.parametrize("seed", [0, 8])  # uniform blocks, two machines
 def test_a_plan_is_close_to_the_best_of_all_placements(seed: int) -> None:
     _, known, asked = instance(seed, blocks=(2, 3))
     asked = replace(asked, bucket_bytes=block_bytes(known))
@@ -196,7 +142,7 @@ def staying_ends(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda: monkeypatch.setattr(Places, "__init__", fewer)
 
 
-@pytest.mark.parametrize("seed", [0, 3, 8, 11, 12, 15])  # uniform blocks and experts, on three machines
+@pytest.mark.parametrize("seed", [0, 11, 12])  # uniform blocks and experts, on three machines
 def test_more_choices_are_never_slower(seed: int, staying_ends: Any) -> None:
     """By construction for embedding and head; on these models, but for half a percent, for what is forced, too."""
     _, known, asked = instance(seed, blocks=(2, 4))
@@ -206,13 +152,3 @@ def test_more_choices_are_never_slower(seed: int, staying_ends: Any) -> None:
             assert ours <= seconds_of(known, replace(asked, site=site)) * 1.005
     staying_ends()
     assert ours <= seconds_of(known, asked) * (1 + 1e-9)
-
-
-def test_large_ends_are_streamed_where_the_cpu_is_slow(staying_ends: Any) -> None:
-    slow = replace(CARD, update_fp32_params_per_s=4e8, update_bf16_params_per_s=4e8)
-    known = large(blocks=4, width=2048, rates=slow)
-    asked = request(2 << 30)
-    assert Site.STREAMED in {bucket.site for bucket in choose(known, asked).buckets if bucket.name == "embedding"}
-    ours = seconds_of(known, asked)
-    staying_ends()
-    assert ours < 0.6 * seconds_of(known, asked)

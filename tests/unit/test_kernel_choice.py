@@ -16,9 +16,6 @@ LLAMA4 = {
     "model_type": "llama4_text", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "vocab_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64,
 }  # fmt: skip
-FALCON = {
-    "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64
-}  # fmt: skip
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, config: Any, *, world_size: int = 1, here: bool = True) -> tuple[Any, str]:
@@ -35,7 +32,6 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: Any, *, world_size: int = 1, 
         (LLAMA, {"data": {"packing": True}}, 1, "sdpa_varlen"),
         (LLAMA, {}, 1, None),  # a row is one document
         (LLAMA4, {"data": {"packing": True}}, 1, None),  # the model's masks say more
-        (FALCON, {"data": {"packing": True}}, 1, None),  # it has a table of its own
         (LLAMA, {"data": {"packing": True}, "torch_compile": True}, 1, None),
         (LLAMA, {"model": AUTO | {"attention_mask": {"window": 4}}}, 1, "sdpa_varlen"),
         (LLAMA, {"model": AUTO | {"attention_mask": {"window": 4, "strided": {"block": 4, "every": 2}}}}, 1, None),
@@ -65,11 +61,6 @@ def test_flash_attention_comes_first_where_it_runs(monkeypatch: pytest.MonkeyPat
     assert taken(monkeypatch, run_config(model=AUTO, bf16=True))[0] == FLASH
     assert taken(monkeypatch, run_config(model=AUTO, data={"packing": True}))[0] == "sdpa_varlen"  # fp32
     assert taken(monkeypatch, config, here=False)[0] == "sdpa_varlen"
-
-
-def test_what_was_written_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run_config(model={"attn_implementation": "eager"}, data={"packing": True})
-    assert taken(monkeypatch, config) == ("eager",)
 
 
 def test_nothing_later_takes_auto() -> None:

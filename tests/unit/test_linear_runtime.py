@@ -118,9 +118,6 @@ def test_frozen_weights_and_inputs_take_no_products() -> None:
         assert not made(x).requires_grad
 
 
-# --- surroundings ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("routes", [BOTH, Routes(wgrad=FLIP)], ids=str)
 def test_autocast(routes: Routes) -> None:
     made = layer("linear", 24, 16, dtype=torch.float32)
@@ -130,3 +127,6 @@ def test_autocast(routes: Routes) -> None:
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
+
+
+# --- surroundings ----------------------------------------------------------------------------------------------------
