@@ -49,6 +49,16 @@ CGROUPS: dict[str, tuple[dict[str, str], Memory | None, int]] = {
         Memory(4 * GIB, 2 * GIB),
         1,
     ),
+    "over the limit for a moment: nothing is left": (
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "1000000\n",
+            "sys/fs/cgroup/memory.current": "2000000\n",
+            "sys/fs/cgroup/cpu.max": "50000 100000\n",
+        },
+        Memory(1_000_000, 0),
+        1,
+    ),
     "none": ({}, None, 64),
     "v1 without a limit": (
         {
@@ -70,21 +80,8 @@ def test_limits_of_cgroups(tmp_path: Path, case: str, monkeypatch: pytest.Monkey
     files, memory, cores = CGROUPS[case]
     root = write(tmp_path, files)
     assert (probe.cgroup_memory(root), usable_cores(root)) == (memory, cores)
-    assert spare_cores(root) == max(1, cores - 1)
-
-
-def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/\n",
-            "sys/fs/cgroup/memory.max": "1000000\n",
-            "sys/fs/cgroup/memory.current": "2000000\n",  # over the limit for a moment: nothing left, not negative
-            "sys/fs/cgroup/cpu.max": "50000 100000\n",
-        },
-    )
-    assert probe.host_memory(root) == Memory(1_000_000, 0)
-    assert probe.cores(root)[1] == 1
+    assert spare_cores(root) == max(1, cores - 1) and probe.cores(root)[1] == cores
+    assert memory is None or probe.host_memory(root) == memory
 
 
 def test_probe_of_this_machine(tmp_path: Path) -> None:
@@ -110,23 +107,13 @@ def test_cards_are_told_apart() -> None:
     for name, bf16, fp16 in (
         ("NVIDIA H100 80GB HBM3", 989.4e12, 989.4e12),
         ("NVIDIA H100 PCIe", 756e12, 756e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12, 312e12),
         ("Tesla V100-SXM2-16GB", None, 125e12),
-        ("NVIDIA A10", 125e12, 125e12),
         ("NVIDIA A10G", 70e12, 70e12),
-        ("AMD Instinct MI300X VF", 1307.4e12, 1307.4e12),
     ):
         peak = probe.peak_flops(name)
         assert (peak.get("bf16"), peak.get("fp16")) == (bf16, fp16), name
     for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4080 SUPER", "cpu", ""):
         assert probe.peak_flops(name) == {}, name
-
-
-def test_profiles_state_efficiency_of_the_link() -> None:
-    for name, rate in (("h100-pcie5", 53.6e9), ("rtx4090-pcie4", 26.8e9), ("l4-pcie4", 13.4e9)):
-        known = profiles.profile(name).rates
-        assert known is not None and known.up_bytes_per_s == known.down_bytes_per_s == pytest.approx(rate, rel=0.01)
-    assert profiles.profile("cpu").peak_flops == {}
 
 
 def test_unknown_profile_lists_all_and_names_the_nearest() -> None:

@@ -9,17 +9,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepstow.trainer.config.load import load
 from deepstow.trainer.config.sections import ModelSection
-from deepstow.trainer.distributed.ranks import Ranks
-from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import config_keys
 from deepstow.trainer.model.build import load_config
 from deepstow.trainer.model.shrink import shrink_model
 from deepstow.trainer.planning.facts import count_model
-from deepstow.trainer.run.session import in_group
 from tests.helpers.tiny import MIXTRAL, run_config
 
-LLAMA = "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2, num_hidden_layers: 2"
+LLAMA = "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_hidden_layers: 2"
 
 
 def lines(tmp_path: Path, config: str) -> list[str]:
@@ -38,6 +35,10 @@ def lines(tmp_path: Path, config: str) -> list[str]:
     return [line.removeprefix(f"{path}:3: model.config.") for line in refused.value.lines]
 
 
+WIDE = "must be a whole number >= 1 and <= 268435456"
+DEEP = "must be a whole number >= 1 and <= 2000"
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -46,29 +47,20 @@ def lines(tmp_path: Path, config: str) -> list[str]:
             [
                 "num_layrs = 3: unknown key of llama; did you mean 'num_hidden_layers'?",
                 "intermediate_sise = 9: unknown key of llama; did you mean 'intermediate_size'?",
-                "vocab_size = 0: must be a whole number >= 1 and <= 268435456",
+                f"vocab_size = 0: {WIDE}",
             ],
         ),
         ("model_type: gpt2, n_embed: 64", ["n_embed = 64: unknown key of gpt2; did you mean 'n_embd'?"]),
-        ("model_type: gpt2, n_layer: -2", ["n_layer = -2: must be a whole number >= 1 and <= 2000"]),
+        ("model_type: gpt2, n_layer: -2", [f"n_layer = -2: {DEEP}"]),
         (
             "model_type: llama, hidden_size: 1000000000000, num_hidden_layers: 1000000000000",
-            [
-                "hidden_size = 1000000000000: must be a whole number >= 1 and <= 268435456",
-                "num_hidden_layers = 1000000000000: must be a whole number >= 1 and <= 2000",
-            ],
+            [f"hidden_size = 1000000000000: {WIDE}", f"num_hidden_layers = 1000000000000: {DEEP}"],
         ),
-        (
-            f"{LLAMA}, rope_theta: -1.0, rms_norm_eps: 0.0",
-            ["rope_theta = -1.0: must be > 0", "rms_norm_eps = 0.0: must be > 0"],
-        ),
+        (f"{LLAMA}, rope_theta: -1.0", ["rope_theta = -1.0: must be > 0"]),
         ("model_type: gpt2, n_head: 5, n_embd: 64", ["n_head = 5: must divide the model's width, which is 64"]),
-        (
-            "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 3",
-            ["num_key_value_heads = 3: must divide the number of heads, which is 4"],
-        ),
+        (f"{LLAMA}, num_key_value_heads: 3", ["num_key_value_heads = 3: must divide the number of heads, which is 4"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=range(7),
 )
 def test_keys_and_sizes(tmp_path: Path, config: str, expected: list[str]) -> None:
     assert sorted(lines(tmp_path, config)) == sorted(expected)
@@ -104,17 +96,6 @@ def test_sizes_whose_product_is_absurd() -> None:
         count_model(config)
 
 
-def test_a_run_ends_before_data_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"model: {{tokenizer: none, config: {{{LLAMA}, num_layrs: 3}}}}\ndata: {{path: {tmp_path}/none.jsonl}}\n"
-        f"training: {{output_dir: {tmp_path}/run, learning_rate: 1e-3, use_cpu: true}}\n"
-    )
-    assert in_group(load(path), Ranks(), Stop()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{path}:1: model.config.num_layrs = 3: ")
-
-
 def test_other_names_and_old_names_are_known() -> None:
     """Names that a class maps to its own, and keys that it takes over into others."""
     for kind, given in {
@@ -128,7 +109,7 @@ def test_other_names_and_old_names_are_known() -> None:
         assert not [*config_keys._unknown(given, built), *config_keys._impossible(given, built)]
 
 
-@pytest.mark.parametrize(("kind", "heads"), [("llama", 1), ("llama", 6), ("gpt2", 3), ("opt", 5)])
+@pytest.mark.parametrize(("kind", "heads"), [("llama", 6), ("gpt2", 3)])
 def test_the_copy_of_a_model_with_few_heads_runs(kind: str, heads: int) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32 * heads, "num_attention_heads": heads, "num_hidden_layers": 3}
     for groups in [number for number in range(1, heads + 1) if heads % number == 0] if kind == "llama" else [heads]:

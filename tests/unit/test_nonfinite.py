@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deepstow.strategies.engine.buckets.jobs import Scale
+from deepstow.strategies.engine.transfer.transfer import Event, Transfer
+from deepstow.strategies.engine.updating.clipping import NonFiniteError, SkippedSteps
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.ranks
 OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
 PIPELINE = {"pipeline": {"stages": 2, "schedule": "gpipe"}}
 BOTH = {**PIPELINE, **OFFLOAD}
+ALONE = {"collectives": {"local_steps": 2}}
 
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
@@ -59,8 +63,8 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
 
 @pytest.mark.parametrize(
     ("strategies", "ranks", "step", "checkpoint"),
-    [({}, 1, 3, 2), ({"zero": {"stage": 2}}, 2, 3, 2), (OFFLOAD, 2, 3, 4), (PIPELINE, 2, 3, 2), (BOTH, 2, 3, 4)],
-    ids=["plain", "stage 2 on two ranks", "offload on two ranks", "two stages", "offload in two stages"],
+    [({}, 1, 3, 2), ({"zero": {"stage": 2}}, 2, 3, 2), (OFFLOAD, 2, 3, 4), (BOTH, 2, 3, 4)],
+    ids=["plain", "stage 2 on two ranks", "offload on two ranks", "offload in two stages"],
 )
 def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, step: int, checkpoint: int) -> None:
     """Plain training and ZeRO at once, the engine after three skipped steps; the newest checkpoint is finite."""
@@ -85,13 +89,8 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
 
 @pytest.mark.parametrize(
     ("strategies", "ranks", "where"),
-    [
-        ({}, 1, "gradient"),
-        (OFFLOAD, 1, "gradient"),
-        (PIPELINE, 2, "gradient"),
-        ({"collectives": {"local_steps": 2}}, 2, "gradient of the first rank"),
-    ],
-    ids=["plain", "offload", "two stages", "one rank that trains alone"],
+    [(OFFLOAD, 1, "gradient"), (PIPELINE, 2, "gradient"), (ALONE, 2, "gradient of the first rank")],
+    ids=["offload", "two stages", "one rank that trains alone"],
 )
 def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any], ranks: int, where: str) -> None:
     """Forward is finite: the first gradient of backward is named. All ranks end, also those whose own are finite."""
@@ -131,3 +130,37 @@ def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
         with pytest.raises(NonFinite, match="2: the gradient norm is inf") if ends else nullcontext():
             stop.on_pre_optimizer_step(args, state, None)
             stop.on_optimizer_step(args, state, None)
+
+
+class Late(Transfer):
+    """A device that is far behind: no event has passed unless somebody waits for it."""
+
+    waited = 0
+
+    def done(self, event: Event | None) -> bool:
+        return False
+
+    def host_wait(self, *events: Event | None) -> None:
+        self.waited += len(events)
+
+
+def bad() -> Scale:
+    known: Any = None
+    return Scale(None, torch.ones(()), torch.ones(2), known)
+
+
+@pytest.mark.parametrize("among_ranks", [True, False])
+def test_ranks_wait_for_the_result_so_that_all_stop_in_the_same_step(among_ranks: bool) -> None:
+    transfer = Late()
+    steps = SkippedSteps(transfer, among_ranks=among_ranks)
+    for _ in range(2):
+        steps.add(bad(), {"weight": torch.tensor(float("nan"))})
+        steps.refuse()
+    steps.add(bad(), {"weight": torch.tensor(float("nan"))})
+    if among_ranks:
+        with pytest.raises(NonFiniteError, match="the gradient of weight is not finite"):
+            steps.refuse()
+        assert transfer.waited == 3
+    else:
+        steps.refuse()
+        assert steps.skipped == transfer.waited == 0, "alone nobody waits for the device"

@@ -36,7 +36,7 @@ def offload(**options: Any) -> Any:
     return find("offload").model_validate(options)
 
 
-def plan_of(known: Facts, *, debug: bool = False, stage: int = 0, **options: Any) -> Plan:
+def plan_of(known: Facts, *, debug: bool = False, stage: int = 0, **options: Any) -> Any:
     zero = {"zero": find("zero").model_validate({"stage": stage})} if stage else {}
     buffers = find("buffers").model_validate({"debug": debug})
     return compose({"offload": offload(**options), "buffers": buffers, **zero}, known)
@@ -50,7 +50,7 @@ def in_table(plan: Plan, tier: Tier) -> int:
 # The plan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(random_facts(), options)
 def test_the_table_adds_up_to_the_arenas_and_plan_json_has_all_of_it(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]
@@ -60,7 +60,6 @@ def test_the_table_adds_up_to_the_arenas_and_plan_json_has_all_of_it(known: Fact
     given = {name: asked[name] for name in ("site", "weights", "gradients", "reduction")}
     given |= {"prefetch": "auto" if asked["prefetch"] is None else asked["prefetch"]}
     plan = plan_of(known, stage=3, bucket_size=f"{size}B" if size else "auto", **given)
-    assert plan.addresses is not None and plan.layout is not None
     saved = sum(unit.saved_bytes for unit in known.units)
     assert in_table(plan, Tier.DEVICE) == plan.addresses.num_bytes(Tier.DEVICE)
     assert in_table(plan, Tier.HOST) == plan.addresses.num_bytes(Tier.HOST)
@@ -194,7 +193,6 @@ def test_updates_start_in_backward_unless_they_wait_for_the_norm_or_the_scale_of
     for asked, norm, expected in cases:
         for precision in (Precision.FP32, Precision.FP16):
             plan = plan_of(transformer(max_grad_norm=norm, precision=precision), update_in_backward=asked)
-            assert plan.layout is not None
             assert plan.layout.in_backward is (expected and precision is Precision.FP32)
 
 
@@ -212,7 +210,6 @@ def test_a_fast_reduction_needs_no_memory_to_receive_gradients() -> None:
     """And the plan says what it saves, and how far a sum may be from the exact one: 3 eps of fp32 on four ranks."""
     known, one = transformer(world_size=4), transformer()
     exact, fast = (plan_of(known, stage=3, site="host", reduction=each) for each in ("exact", "fast"))
-    assert exact.layout is not None and fast.layout is not None
     largest = max(bucket.weight_bytes for bucket in exact.layout.buckets)
     assert exact.peak(Tier.DEVICE) - fast.peak(Tier.DEVICE) == largest
     assert replace(fast.layout, reduction="exact") == exact.layout

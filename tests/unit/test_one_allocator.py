@@ -1,4 +1,4 @@
-"""Memory of the engine comes from the arenas: by its syntax trees, and by what it maps and pins while it trains."""
+"""Memory of the engine comes from the arenas: by what it maps and pins while it trains."""
 
 import mmap
 from typing import Any

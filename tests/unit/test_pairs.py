@@ -3,8 +3,6 @@
 from itertools import combinations
 from pathlib import Path
 
-import pytest
-
 from deepstow.trainer.config.doc import variants
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning.from_config import check_options
@@ -36,8 +34,3 @@ def test_signs_are_what_a_run_refuses() -> None:
     pairs = [pair for pair in combinations(VARIANTS, 2) if len({VARIANTS[each][0] for each in pair}) == 2]
     assert said() == {frozenset(pair): goes(*pair) for pair in pairs}
     assert set(said().values()) == {True, False}
-
-
-@pytest.mark.parametrize("pair", [("tensor", "recompute"), ("tensor", "experts")])
-def test_the_walk_can_tell(pair: tuple[str, str]) -> None:
-    assert goes(*pair) is (pair[1] == "recompute")

@@ -80,16 +80,13 @@ def test_policies() -> None:
     some = by_policy(unit, SELECTIVE)
     assert (some.saved_bytes, some.kept) == (160, ("linear 0", "attention 0"))
     assert some.again == Work(flops=100, touched_bytes=607)
-
-
-def test_where_nothing_is_freed_everything_is_kept() -> None:
     unit = choosing(block(0, 8, 100), Operator("linear 0", 95, Work(flops=1)), input_bytes=10)
-    assert by_policy(unit, SELECTIVE) == keep_all(unit)
+    assert by_policy(unit, SELECTIVE) == keep_all(unit), "nothing would be freed"
     assert by_policy(block(0, 8, 100), FULL) == keep_all(block(0, 8, 100))
 
 
 @EVERY
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_frontier_costs_more_per_byte_and_no_option_is_better(seed: int, costs: KeepCosts) -> None:
     unit = random_block(Random(seed))
     options = frontier(unit, costs)
@@ -154,7 +151,7 @@ def test_against_enumeration_of_blocks_that_differ() -> None:
     assert max(ratios) < 2.5
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_more_memory_never_costs_time_and_no_budget_is_exceeded(seed: int) -> None:
     units = [*equal_blocks(Random(seed), 6), head(8, 30)]
     lowest = peak(cheapest(units, HERE, peak, 0))

@@ -83,16 +83,10 @@ def test_memory_by_hand() -> None:
 # Weights only
 
 
-def test_nothing_leaves() -> None:
-    found = simulate(two_blocks(), ())
-    assert found.period == 6.0
-    assert spans(found, COMPUTE) == [("FP 0", 0, 1), ("FP 1", 1, 2), ("BP 1", 2, 4), ("BP 0", 4, 6)]
-    assert found.busy == {COMPUTE: 6.0, UP: 0.0, DOWN: 0.0, CPU: 0.0, NET: 0.0, DISK: 0.0}
-    assert found.binds is COMPUTE
-
-
 def test_a_reload_is_waited_for_and_hides_if_it_is_issued_earlier() -> None:
     turn = two_blocks().gaps[0]
+    resident = simulate(two_blocks(), ())
+    assert (resident.period, resident.busy[COMPUTE], resident.binds) == (6.0, 6.0, COMPUTE)
     found = simulate(two_blocks(), [Eviction(turn, 3)])
     assert found.period == 9.0  # three bytes, between BP 1 and BP 0
     assert spans(found, UP) == [("weight 0", 4, 7)]
@@ -117,7 +111,7 @@ def test_reloads_share_the_link_in_order_of_need() -> None:
 
 
 def test_the_fast_half_is_the_whole_for_any_issues(seeds: range) -> None:
-    for seed in seeds:
+    for seed in seeds[::3]:
         random = Random(seed)
         problem = halved(uneven(seed, (3, 5)))
         tied = replace(problem.weights[0], uses=(0, 2, len(problem.ticks) - 1))
@@ -181,26 +175,6 @@ def test_updates_on_the_device_are_compute() -> None:
     assert labels(in_backward) == ["FP 0", "FP 1", "BP 1", "update 1", "BP 0", "update 0"]
 
 
-def test_updates_on_the_device_that_need_copies_wait_for_the_next_use() -> None:
-    """Of a weight that leaves, and of a state that visits; also where others start in backward."""
-    leaving, visiting = (
-        replace(with_update(two_blocks(), seconds=0.5, site=site, state_bytes=2), in_backward=True)
-        for site in (Site.DEVICE, Site.STREAMED)
-    )
-    for found in (simulate(leaving, at_need(leaving.gaps)), simulate(visiting, ())):
-        assert labels(found) == ["update 0", "FP 0", "update 1", "FP 1", "BP 1", "BP 0"]
-
-
-def test_a_weight_updated_on_the_device_goes_down_only_if_it_leaves() -> None:
-    problem = with_update(two_blocks(), site=Site.DEVICE, seconds=0.5)
-    found = simulate(problem, [Eviction(problem.gaps[0], 3)])
-    assert spans(found, DOWN) == [("weight 0", 0.5, 3.5)]
-    # Its way back in the turn waits for that, and for BP 1.
-    assert ("weight 0", 5.0, 8.0) in spans(found, UP)
-    late = replace(problem, link=Link(0, 1, 0.25))
-    assert ("weight 0", 12.5, 15.5) in spans(simulate(late, [Eviction(problem.gaps[0], 3)]), UP)
-
-
 def test_states_visit_within_their_slots() -> None:
     problem = with_update(two_blocks(), site=Site.STREAMED, seconds=1.0, state_bytes=2)
     found = simulate(in_slots(problem, 1), ())
@@ -247,20 +221,6 @@ def test_a_weight_that_backward_does_not_read_has_its_gradient_there() -> None:
     ended = max(end for label, _, end in spans(found, COMPUTE) if label == "BP 0")
     assert {start for label, start, _ in spans(found, DOWN) if label == "gradient 0"} <= {0.0, ended}
     assert sum(label == "weight 0" for label, *_ in spans(found, UP)) == 1
-
-
-def test_a_tick_waits_for_the_slots_of_all_gradients_that_it_makes() -> None:
-    """BP 0 makes two gradients, a second each; the slot of the first one still sends what BP 1 made, for 7 s."""
-    problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)
-    first, second = problem.weights
-    assert first.update is not None and second.update is not None
-    names = (("a", 1), ("b", 0))
-    halves = (replace(first, name=name, update=replace(first.update, grad_slot=at)) for name, at in names)
-    late = replace(problem, weights=(*halves, replace(second, update=replace(second.update, grad_slot=0))))
-    compute = spans(simulate(late, ()), COMPUTE)
-    (_, _, made), (_, again, _) = (one for one in compute if one[0] == "BP 0")
-    before = next(end for label, _, end in compute if label == "BP 1")
-    assert made == pytest.approx(before + 1.0) and again == pytest.approx(before + 7.0)
 
 
 # Memories that copies and updates share
@@ -328,20 +288,6 @@ def test_ranks_exchange_what_each_has_a_part_of() -> None:
     assert set(labels(simulate(on_device, ()), NET)) == {"gather 0", "gather 1", "gradient 0", "gradient 1"}
 
 
-def test_a_gradient_that_ranks_share_leaves_its_slot_for_its_owners() -> None:
-    """Nothing goes down. BP 0 waits for the slot that gradient 2 leaves over a network that takes 5 s, since BP 1 has
-    made a gradient in the meantime.
-    """
-    problem = blocks([3, 3, 3], [1.0] * 3, [2.0] * 3, [0] * 3, FAST, 100)
-    update = {"site": Site.DEVICE, "seconds": 0.0, "grad_bytes": 1, "exchange_bytes": 5}
-    problem = replace(with_update(problem, **update), shared=Shared(network=1.0))
-    for slots, wait in ((1, 3.0), (2, 0.0)):
-        found = simulate(in_slots(problem, slots), ())
-        compute = spans(found, COMPUTE)
-        (waited,) = [then[1] - now[2] for now, then in pairwise(compute) if now[0] == "BP 1"]
-        assert waited == pytest.approx(wait) and not spans(found, DOWN)
-
-
 def test_exchanges_by_way_of_the_host_use_the_links() -> None:
     """Of two ranks each gathers half of a weight: alone a byte takes a second, and half of each link's byte per second.
     What copies go down at the same time have the other half.
@@ -370,17 +316,6 @@ def test_a_reload_waits_until_a_new_weight_at_its_addresses_is_down() -> None:
     )
 
 
-def test_accumulated_gradients_cross_once_where_they_rest_on_the_device() -> None:
-    problem = replace(with_update(two_blocks()), accumulation=3)
-    assert simulate(problem, ()).busy[DOWN] == pytest.approx(2.0)
-    parked = replace(with_update(two_blocks(), grad_tier=Tier.HOST), accumulation=3)
-    assert simulate(parked, ()).busy[DOWN] == pytest.approx(6.0)
-    assert simulate(problem, ()).busy[COMPUTE] == pytest.approx(18.0)
-    turn, boundary = problem.gaps
-    assert simulate(problem, at_need([turn])).busy[UP] == pytest.approx(3 * 3 + 3 + 5)
-    assert simulate(problem, at_need([boundary])).busy[UP] == pytest.approx(3 * 5 + 3)  # its reload is its new weight
-
-
 # What forward saves on the host
 
 
@@ -389,15 +324,6 @@ def saving(num_bytes: int, link: Link = FAST, **changes: Any) -> Problem:
     problem = replace(blocks([1, 1, 1], [1.0] * 3, [2.0] * 3, [0] * 3, link, 100), **changes)
     first, *others = problem.ticks
     return replace(problem, ticks=(replace(first, hosted_bytes=num_bytes), *others))
-
-
-def test_memory_is_not_used_again_before_it_has_left() -> None:
-    outcome = simulate(saving(3), ())
-    assert outcome.period == pytest.approx(12)
-    assert spans(outcome, COMPUTE) == [
-        ("FP 0", 0, 1), ("FP 1", 1, 2), ("FP 2", 4, 5), ("BP 2", 5, 7), ("BP 1", 7, 9), ("BP 0", 10, 12),
-    ]  # fmt: skip
-    assert (spans(outcome, DOWN), spans(outcome, UP)) == ([("saved by FP 0", 1, 4)], [("saved for BP 0", 7, 10)])
 
 
 def test_it_crosses_in_every_pass_and_shares_the_link() -> None:

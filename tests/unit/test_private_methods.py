@@ -121,29 +121,3 @@ def test_no_others_are_used(private: set[str]) -> None:
     found = {where: names for where, tree in trees.items() if (names := set(uses(tree, private, own)))}
     assert found == {where: set(names) for where, names in WHERE.items()}
     assert len(TRAINER) <= 2 and len(STOWED) <= 4
-
-
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        (
-            "class A(StowedTrainer, transformers.Trainer):\n    def _save_checkpoint(self, *args): ...",
-            "_save_checkpoint",
-        ),
-        ("class A(StowedTrainer):\n    def _precompute_ref_logps(self, *args): ...", "_precompute_ref_logps"),
-        ("class A(Trainer):\n    def go(self):\n        self._train_batch_size = 1", "_train_batch_size"),
-        ("def go(of):\n    of.accelerator._dataloaders.clear()", "_dataloaders"),
-        ("def go(of):\n    return getattr(of, '_is_accelerate_prepared', False)", "_is_accelerate_prepared"),
-        ("def go(trainer, kind):\n    trainer.accelerator.__class__ = kind", "__class__"),
-        ("def go(trainer):\n    trainer._tr_loss = 0", "_tr_loss"),
-    ],
-)
-def test_it_finds(code: str, name: str, private: set[str]) -> None:
-    assert set(uses(ast.parse(code), private, own={"_dataloaders"})) == {name}
-
-
-def test_each_has_its_test() -> None:
-    for names in WHERE.values():
-        for _, test in names.values():
-            path, _, name = test.partition("::")
-            assert f"def {name}(" in (TESTS / path).read_text(), test

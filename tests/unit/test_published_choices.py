@@ -3,8 +3,7 @@
 import pytest
 
 from deepstow.benchmarks import published_choices as published
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Size
-from deepstow.strategies.planner.hybrid.search import hybrid
+from deepstow.strategies.planner.hybrid.degrees import Degrees
 from deepstow.strategies.planner.hybrid.step_seconds import Pricing
 from deepstow.strategies.planner.step_cost import NEAR
 from deepstow.trainer.distributed.ranks import Ranks
@@ -19,16 +18,6 @@ def test_published_steps_are_within_what_is_assumed_of_the_network() -> None:
         *_, seconds, simulated, between = published.alone(*case)
         hopeful, careful = map(float, between.split("-"))
         assert hopeful < float(simulated) < careful and hopeful < float(seconds) < 1.4 * careful, case
-
-
-def test_zero_3_does_not_come_first_on_512_ranks() -> None:
-    """A Llama of 70 B in sequences of 4,096, by what is run here: it comes first at the hopeful end only."""
-    gpt = published.Gpt("70 B", 80, 8192, 64, 2024, 128_256, 4096)
-    machine, cluster = published.setting(gpt, 512)
-    known = {Size(size, t): published.rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
-    answer = hybrid(known, cluster, 512)
-    assert answer.best[0].degrees.tensor > 1 and not answer.best[0].settled
-    assert (answer.firsts[0].degrees.data, answer.firsts[0].degrees.zero) == (512, 3)
 
 
 SMALL = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}

@@ -149,9 +149,7 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are read from Linux's /proc")
-@pytest.mark.parametrize(
-    ("stage", "fails"), [(None, True), (2, False), (HIGHEST_STAGE, True)], ids=["plain", "stage 2", "highest stage"]
-)
+@pytest.mark.parametrize(("stage", "fails"), [(None, True), (HIGHEST_STAGE, False)], ids=["plain", "highest stage"])
 def test_no_thread_outlives_its_group(tmp_path: Path, stage: int | None, fails: bool) -> None:
     config = run_config(
         LLAMA, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=1, data={"max_length": 32}

@@ -45,7 +45,7 @@ def about(blocks: int = 4, *, rates: Rates | None = None, device_bytes: int = 1 
     return replace(known, machine=machine, params=params)
 
 
-def planned(known: Facts, offload: Any = None, **options: Any) -> Plan:
+def planned(known: Facts, offload: Any = None, **options: Any) -> Any:
     """Options of ``recompute``; with those of ``offload`` beside it."""
     given = {"recompute": options} | ({"offload": offload} if offload else {})
     return compose({name: find(name).model_validate(each) for name, each in given.items()}, known)

@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 
 from deepstow.launch import plan as plan_command
+from deepstow.strategies.core.plan import Plan
 from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
-from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.errors import ConfigError, TooLargeError
+from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.planning import fit
-from deepstow.trainer.planning.from_config import check_options
+from deepstow.trainer.planning.from_config import check_options, plans_of
 from deepstow.trainer.run.session import in_group
 from tests.e2e.commands import write_jsonl
+from tests.helpers.tiny import LLAMA, run_config
 
 CONFIG = """\
 extends: base.yaml
@@ -120,21 +123,16 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     assert "fp16" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"training\.fp16 = true: Accelerate trains in fp32 on the CPU then"):
         check_options(load(path), 1)
-    path = write("  offload: {update_in_backward: true}", training="  fp16: true\n  max_grad_norm: 0")
-    expected = f"{path}:9: strategies.offload.update_in_backward = true: fp16's loss scale needs all gradients first"
-    assert planned(path, capsys).startswith(expected)
-    path = write("  offload: {update_in_backward: speculative}")
-    removed = '"speculative": was removed: it gained nothing that was measured; write auto'
-    assert planned(path, capsys).startswith(f"{path}:8: strategies.offload.update_in_backward = {removed}")
-    for more, words in (
-        ("", "no matrix of a block is frozen; write model.lora, or leave it out"),
-        (", disk: /var/tmp, disk_memory: 1GiB", "rest in the host's memory, not on a disk"),
+    for option, words in (
+        ("update_in_backward: true", "update_in_backward = true: the norm is known only after backward"),
+        ("update_in_backward: speculative", 'update_in_backward = "speculative": was removed: it gained nothing'),
+        (
+            "frozen_weights: fp8, disk: /var/tmp, disk_memory: 1GiB",
+            'frozen_weights = "fp8": rest in the host\'s memory, not on a disk',
+        ),
     ):
-        path = write(f"  offload: {{frozen_weights: fp8{more}}}")
-        assert planned(path, capsys).startswith(f'{path}:8: strategies.offload.frozen_weights = "fp8": {words}')
-    path = write("  offload: {update_in_backward: true}")
-    expected = f"{path}:8: strategies.offload.update_in_backward = true: the norm is known only after backward"
-    assert planned(path, capsys).startswith(expected)
+        path = write(f"  offload: {{{option}}}")
+        assert planned(path, capsys).startswith(f"{path}:8: strategies.offload.{words}")
 
 
 def test_what_the_file_says(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +151,20 @@ def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.Captur
     (path.parent / "run").write_text("a file")
     line = trained(path, capsys)
     assert line.startswith(f'{path}:4: training.output_dir = "') and "is a file" in line
+
+
+def test_a_budget_that_is_named_is_enough_for_all_stages(tmp_path: Path) -> None:
+    """The first stage needs less than the last one here, and is planned first."""
+
+    def plans(budget: int) -> list[Plan]:
+        strategies = {"pipeline": {"stages": 2, "blocks": [1, 3]}, "offload": {"gpu_memory": budget}}
+        config = run_config(
+            {**LLAMA, "num_hidden_layers": 4}, output_dir=tmp_path, strategies=strategies, gradient_accumulation_steps=4
+        )
+        return plans_of(config, Ranks(world_size=2, local_world_size=2), probe())
+
+    with pytest.raises(TooLargeError) as small:
+        plans(10_000)
+    assert len(plans(small.value.needed)) == 2
+    with pytest.raises(TooLargeError):
+        plans(small.value.needed - 64)

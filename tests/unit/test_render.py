@@ -7,13 +7,13 @@ import pytest
 
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts, Precision
-from deepstow.strategies.core.plan import RUN, EngineSet, Kind, Plan, Reserve, Tier
+from deepstow.strategies.core.plan import INPUT, RUN, EngineSet, Keep, Kind, Plan, Reserve, Tier
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.report.plan_table import rows, summary, table
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning.from_config import refuse_impossible
-from tests.helpers.fakes import CPU, block, embedding, facts, head
+from tests.helpers.fakes import CPU, GPU, block, embedding, facts, head
 
 
 def zero(stage: int, known: Facts) -> Plan:
@@ -115,6 +115,19 @@ def test_a_state_that_cannot_fit_ends_the_run_with_the_numbers() -> None:
         refuse_impossible(on_host)
 
 
+def test_places_on_the_host_are_as_certain_as_the_state() -> None:
+    machine = replace(GPU, host_bytes=1000)
+    plan = compose({}, facts(block(0, 8, 100), head(8), machine=machine))
+    refuse_impossible(plan)
+    sent = Keep(
+        unit="layers.0", reason="", policy="full", saved_bytes=0, hosted=(INPUT,), hosted_bytes=machine.host_bytes
+    )
+    with pytest.raises(
+        ConfigError, match=r"each rank's host.*write strategies\.recompute\.activation_offloading: false"
+    ):
+        refuse_impossible(plan.amend([sent], by="a test"))
+
+
 def test_saved_tensors_are_an_estimate_and_end_nothing() -> None:
     known = facts(block(0, 200, saved_bytes=1 << 30), machine=MachineFacts("gpu", 3200, 0))
     plan = Plan.baseline(known)
@@ -122,8 +135,3 @@ def test_saved_tensors_are_an_estimate_and_end_nothing() -> None:
     assert "too much" in next(iter(summary(plan)))
     with pytest.raises(ConfigError):
         refuse_impossible(Plan.baseline(replace(known, machine=MachineFacts("gpu", 3199, 0))))
-
-
-def test_human() -> None:
-    texts = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", -2048: "-2.0 KiB", 1 << 30: "1.0 GiB", 3 << 40: "3.00 TiB"}
-    assert {num_bytes: human(num_bytes) for num_bytes in texts} == texts

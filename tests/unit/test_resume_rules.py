@@ -7,11 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainerState
 
 from deepstow.strategies.core.resume import CHANGES
+from deepstow.strategies.state.sealed import seal
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run import resume_rules, resuming
+from deepstow.trainer.run.callbacks import EarlyStopping
+from deepstow.trainer.run.checkpoint import KIND, Manifest
 from deepstow.trainer.run.resume_rules import compare, compare_contents, moved
 from deepstow.trainer.run.same_rows import Known
 from tests.helpers.checkpoints import about, make
@@ -27,51 +32,12 @@ def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tup
 
 
 def test_silent() -> None:
-    elsewhere = {
-        "logging_steps": 3,
-        "output_dir": "elsewhere",
-        "resume_from_checkpoint": "auto",
-        "allow_change": ["data"],
-    }
+    elsewhere = {"logging_steps": 3, "output_dir": "elsewhere", "allow_change": ["data"]}
     unset = {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42}  # what that means
     assert changed(elsewhere | unset) == changed(elsewhere, unset) == ({}, [], [])
     now = run_config().tree()
     earlier = {**now, "training": now["training"] | {"live": True}}
     assert compare(earlier, now, (1, 1), "c") == ({}, [], []), "a key that is gone, in a checkpoint of before"
-
-
-@pytest.mark.parametrize(
-    ("now", "line"),
-    [
-        ({"learning_rate": 0.5}, "training.learning_rate = 0.5 (was 5e-05)"),
-        ({"lr_scheduler_type": "cosine"}, "training.lr_scheduler_type = cosine (was linear)"),
-        ({"stage": 2}, "strategies.zero"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_honoured_and_said(now: dict[str, Any], line: str) -> None:
-    found = changed(now)
-    (said,) = found.said
-    assert said.startswith(line) and found.refused == [] and found.keys == {line.split(" ")[0]: "said"}
-
-
-TRAINED = {"train": "bpe", "vocab_size": 400}
-NEVER_CAN: list[tuple[dict[str, Any], str]] = [
-    ({"config": {**LLAMA, "hidden_size": 8}}, "model.config.hidden_size"),
-    ({"model": {"tokenizer": TRAINED}, "config": {**LLAMA, "vocab_size": 400}}, "model.tokenizer"),
-    ({"model": {"lora": {"r": 8}}}, "model.lora"),
-    (
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "data": {"eval_fraction": 0.1}},
-        "training.lr_scheduler_type",
-    ),
-]
-
-
-@pytest.mark.parametrize(("now", "key"), NEVER_CAN, ids=[key for _, key in NEVER_CAN])
-def test_never(now: dict[str, Any], key: str) -> None:
-    found = changed({**now, "allow_change": list(CHANGES)})
-    assert key in [line.key for line in found.refused]
-    assert all("training.allow_change" not in line.what for line in found.refused)
 
 
 def test_a_default_that_another_release_has(tmp_path: Path) -> None:
@@ -113,13 +79,7 @@ def test_a_checkpoint_without_arguments_is_said_to_be_taken_by_the_defaults(tmp_
 
 def test_arguments_have_no_place_and_no_address() -> None:
     """A run that has moved, or is shown elsewhere, has the same ones; a preference's are those of its own Trainer."""
-    elsewhere = {
-        "output_dir": "/else",
-        "push_to_hub": True,
-        "hub_model_id": "me/mine",
-        "run_name": "r",
-        "logging_steps": 1,
-    }
+    elsewhere = {"output_dir": "/else", "push_to_hub": True, "hub_model_id": "me/mine", "logging_steps": 1}
     found = [resuming.resolved(each, each.tree()["training"]) for each in (run_config(), run_config(**elsewhere))]
     assert found[0] == found[1] and "learning_rate" in found[0]
     dpo = run_config().model_copy(update={"task": "dpo"})
@@ -128,7 +88,8 @@ def test_arguments_have_no_place_and_no_address() -> None:
         assert (given["beta"], given["loss_type"], given["disable_dropout"]) == (0.1, ["sigmoid"], True)
 
 
-def test_the_number_of_ranks() -> None:
+def test_a_rate_is_said_and_a_number_of_ranks_refused() -> None:
+    assert changed({"learning_rate": 0.5}).said == ["training.learning_rate = 0.5 (was 5e-05)"]
     (line,) = changed({}, ranks=(2, 3)).refused
     assert (line.key, line.value) == ("ranks", 3) and "saved with 2" in line.what
     assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ["ranks = 3 (was 2)"]
@@ -155,7 +116,6 @@ def compressed(**options: Any) -> dict[str, Any]:
     ("saved", "now", "ranks", "key", "was"),
     [
         ({}, compressed(), (2, 2), "strategies.collectives.compress", "saved with none"),
-        (compressed(), {}, (2, 2), "strategies.collectives.compress", "saved with topk"),
         (compressed(), compressed(density=0.1), (2, 2), "strategies.collectives.density", "saved with 0.01"),
         (compressed(), compressed(), (2, 4), "ranks", "(each rank has state of its own)"),
         ({}, compressed(), (2, 4), "ranks", "(each rank has state of its own)"),
@@ -175,72 +135,51 @@ def offloaded(moments: str, **more: str) -> dict[str, Any]:
     return {"strategies": {"offload": {"moments": moments, **more}}}
 
 
-@pytest.mark.parametrize(
-    ("saved", "now", "key", "was"),
-    [
-        ({}, offloaded("int8"), "moments", "saved with fp32"),
-        (offloaded("int8"), {}, "moments", "saved with int8"),
-        (offloaded("int8"), offloaded("bf16"), "moments", "saved with int8"),
-        (offloaded("int8", masters="bf16"), offloaded("int8"), "masters", "saved with bf16"),
-        (offloaded("fp32", frozen_weights="fp8"), {}, "frozen_weights", "saved with fp8"),
-    ],
-)
-def test_moments_in_fewer_bits(saved: dict[str, Any], now: dict[str, Any], key: str, was: str) -> None:
-    (refused,) = changed(now, saved).refused
-    assert refused.key == f"strategies.offload.{key}" and was in refused.what
+def test_moments_in_fewer_bits() -> None:
+    (refused,) = changed(offloaded("int8")).refused
+    assert refused.key == "strategies.offload.moments" and "saved with fp32" in refused.what
     assert "training.allow_change: [moments]" in refused.what
-    assert changed({**now, "allow_change": ["moments"]}, saved).refused == []
-    assert changed(now, now).refused == changed({}, offloaded("fp32")).refused == []
+    assert changed({**offloaded("int8"), "allow_change": ["moments"]}).refused == []
+    assert changed({}, offloaded("fp32")).refused == []
 
 
-def ranks_and_accumulation(now: dict[str, Any], ranks: tuple[int, int], rows: int | None = 64, **model: Any) -> Any:
-    """From a run with 4 micro-batches of 2 rows on each copy of the model."""
-    steps = {"max_steps": now.get("max_steps", -1)}
-    saved = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, **steps}
-    trees = (run_config(**saved).tree(), run_config(**{**saved, **now}).tree())
-    return compare(*trees, ranks, "c", Known(rows, model))
+FOUR_RANKS: tuple[tuple[int, int], int | None, dict[str, Any]] = (2, 4), 64, {}
 
 
 @pytest.mark.parametrize(
-    ("now", "ranks", "rows", "model", "why"),
+    ("accumulation", "now", "ranks", "rows", "model", "why"),
     [
-        ({"gradient_accumulation_steps": 2}, (2, 4), 64, {}, ""),
-        ({"gradient_accumulation_steps": 1}, (2, 8), 32, {"attention_dropout": 0.0, "scale": 1.0}, ""),
-        ({"gradient_accumulation_steps": 2, "max_steps": 4}, (2, 4), 67, {}, ""),  # all of them in the first epoch
-        ({"gradient_accumulation_steps": 2, "max_steps": 5}, (2, 4), 67, {}, "67 rows do not divide evenly"),
-        ({"gradient_accumulation_steps": 1}, (2, 8), 40, {}, "40 rows do not divide evenly"),
-        ({"gradient_accumulation_steps": 8}, (2, 1), 66, {}, "66 rows do not divide evenly"),
-        ({"gradient_accumulation_steps": 2}, (2, 4), None, {}, "how many rows an epoch has is not known"),
-        (
-            {"gradient_accumulation_steps": 2, "data": {"path": "other"}, "allow_change": ["data"]},
-            (2, 4),
-            64,
-            {},
-            "how many rows",
-        ),
-        ({"gradient_accumulation_steps": 2}, (2, 4), 64, {"text": {"attn_pdrop": 0.1}}, "attn_pdrop = 0.1 draws"),
-        ({}, (2, 4), 64, {}, "gradient_accumulation_steps = 2 would keep them"),
-        ({}, (2, 3), 64, {}, "an update has other rows)"),
-        ({"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}, (2, 4), 64, {}, "other rows)"),
-        (
-            {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "allow_change": ["batch_size"]},
-            (2, 4),
-            64,
-            {},
-            "other rows)",
-        ),
-        ({"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}, (2, 4), 64, {}, "order"),
-        ({"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}, (2, 4), 64, {}, "own tokens"),
+        (2, {}, *FOUR_RANKS, ""),
+        (1, {}, (2, 8), 32, {"attention_dropout": 0.0, "scale": 1.0}, ""),
+        (2, {"max_steps": 4}, (2, 4), 67, {}, ""),  # all of them in the first epoch
+        (2, {"max_steps": 5}, (2, 4), 67, {}, "67 rows do not divide evenly"),
+        (1, {}, (2, 8), 40, {}, "40 rows do not divide evenly"),
+        (8, {}, (2, 1), 66, {}, "66 rows do not divide evenly"),
+        (2, {}, (2, 4), None, {}, "how many rows an epoch has is not known"),
+        (2, {"data": {"path": "other"}, "allow_change": ["data"]}, *FOUR_RANKS, "how many rows"),
+        (2, {}, (2, 4), 64, {"text": {"attn_pdrop": 0.1}}, "attn_pdrop = 0.1 draws"),
+        (None, {}, *FOUR_RANKS, "gradient_accumulation_steps = 2 would keep them"),
+        (None, {}, (2, 3), 64, {}, "an update has other rows)"),
+        (1, {"per_device_train_batch_size": 4}, *FOUR_RANKS, "other rows)"),
+        (2, {"per_device_train_batch_size": 4, "allow_change": ["batch_size"]}, *FOUR_RANKS, "other rows)"),
+        (2, {"train_sampling_strategy": "group_by_length"}, *FOUR_RANKS, "order"),
+        (2, {"average_tokens_across_devices": False}, *FOUR_RANKS, "own tokens"),
     ],
     ids=str,
 )
 def test_updates_keep_their_rows(
-    now: dict[str, Any], ranks: tuple[int, int], rows: int | None, model: dict[str, Any], why: str
+    accumulation: int | None, now: Any, ranks: tuple[int, int], rows: int | None, model: dict[str, Any], why: str
 ) -> None:
-    found = ranks_and_accumulation(now, ranks, rows, **model)
+    """From a run with 4 micro-batches of 2 rows on each copy of the model; ``None``: with as many now."""
+    saved = {"per_device_train_batch_size": 2, "max_steps": now.get("max_steps", -1)}
+    then, given = (
+        run_config(**{**saved, **more, "gradient_accumulation_steps": count}).tree()
+        for more, count in (({}, 4), (now, accumulation or 4))
+    )
+    found = compare(then, given, ranks, "c", Known(rows, model))
     refused = {line.key: line.what for line in found.refused}
     if why:
-        changed = {"ranks", *(["training.gradient_accumulation_steps"] if "gradient_accumulation_steps" in now else [])}
+        changed = {"ranks", *(["training.gradient_accumulation_steps"] if accumulation else [])}
         assert refused.keys() >= changed and all(why in refused[key] for key in changed)
     else:
         assert refused == {} and len(found.said) == 1 and "8 micro-batches" in found.said[0]
@@ -340,7 +279,6 @@ def sets(*paths: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("saved", "now", "keys"),
     [
-        ({"data": {"path": "a"}}, {"data": {"path": "b"}}, {"data.path"}),
         ({"data": {"eval_path": "a"}}, {"data": {"eval_path": "b"}}, {"data.eval_path"}),
         (
             {"data": {"chat_template": "chatml"}},
@@ -348,12 +286,6 @@ def sets(*paths: str, **options: Any) -> dict[str, Any]:
             {"data.chat_template", "data.chat_template_path"},
         ),
         (sets("a", "b"), sets("c", "b"), {"data.datasets"}),
-        (
-            {"config": None, "model": {"name_or_path": "a"}},
-            {"config": None, "model": {"name_or_path": "b"}},
-            {"model.name_or_path"},
-        ),
-        ({"model": {"tokenizer": "a"}}, {"model": {"tokenizer": "b"}}, {"model.tokenizer"}),
     ],
 )
 def test_another_place_is_compared_when_it_is_open(saved: Any, now: Any, keys: set[str]) -> None:
@@ -451,3 +383,76 @@ def test_a_schedule_that_follows_the_loss_keeps_its_rate_and_its_evaluations() -
         lines = resume_rules.compare(saved, now, (1, 1), "c").refused
         assert sorted(line.key for line in lines) == refused
         assert not lines or "the rate that it has reached" in lines[0].what
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "data": {"eval_fraction": 0.1}}
+    found = changed({**plateau, "allow_change": list(CHANGES)})
+    assert "training.lr_scheduler_type" in [line.key for line in found.refused]
+
+
+# What a resumed run takes over of the state in its checkpoint: its own best one, and never another run's
+
+
+def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState, list[str]]:
+    state = TrainerState(max_steps=100, save_steps=50, best_metric=4.5, best_model_checkpoint=best, best_global_step=6)
+    args: Any = SimpleNamespace(output_dir=str(folder), process_index=0, logging_steps=1, eval_steps=7, save_steps=0.1)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resuming, "write_line", said.append)
+        resuming.TakenOver(said_other).on_train_begin(args, state, None)
+    assert (state.save_steps, state.eval_steps) == (10, 7), (
+        "the intervals are the config's, a share is one of all steps"
+    )
+    return state, said
+
+
+def test_the_bar_stays_and_its_checkpoint_is_found_here(tmp_path: Path) -> None:
+    """Hugging Face forgets the path if there is no such folder any more; a worse evaluation is not best for that."""
+    for found in (None, str(tmp_path / "checkpoint-6")):
+        for best in (None, "/elsewhere/run/checkpoint-6"):
+            state, said = after(tmp_path, best, "")
+            assert (state.best_metric, state.best_model_checkpoint, said) == (4.5, found, [])
+        (tmp_path / "checkpoint-6").mkdir(exist_ok=True)
+
+
+def test_what_is_not_this_runs_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-6").mkdir()
+    state, said = after(tmp_path, str(tmp_path / "checkpoint-6"), "is another run's")
+    assert (state.best_metric, state.best_model_checkpoint, state.best_global_step) == (None, None, None)
+    assert said == ["the best evaluation so far, of step 6, is another run's: it is forgotten"]
+
+
+def test_the_count_of_another_run_does_not_stop_this_one() -> None:
+    state = TrainerState()
+    state.stateful_callbacks = {"EarlyStopping": {"attributes": {"early_stopping_patience_counter": 2}}}
+    assert EarlyStopping(2).over(state) and not EarlyStopping(2, another=True).over(state)
+
+
+@pytest.mark.parametrize(
+    ("inside", "saved", "why"),
+    [
+        (True, {"metric_for_best_model": "loss"}, ""),
+        (False, {"metric_for_best_model": "loss"}, "is another run's"),
+        (True, {"metric_for_best_model": "loss", "greater_is_better": True}, "was chosen by another greater_is_better"),
+    ],
+)
+def test_whose_the_best_one_is(inside: bool, saved: dict[str, Any], why: str, tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path / "own", metric_for_best_model="loss")
+    manifest = SimpleNamespace(run=SimpleNamespace(config={"training": saved}))
+    folder = tmp_path / ("own" if inside else "other") / "checkpoint-6"
+    resumed: Any = SimpleNamespace(path=folder, found=SimpleNamespace(manifest=manifest), changed=frozenset())
+    assert resuming.other(resumed, config) == why
+    resumed.changed = {"data.eval_path": "data"}
+    assert resuming.other(resumed, config) == (why or "was one of other data")
+    assert resuming.other(None, config) == ""
+
+
+@pytest.mark.parametrize("more", [0, 1, None])
+def test_another_number_of_threads_is_said(more: int | None, tmp_path: Path) -> None:
+    """A checkpoint of a release that wrote no number is not said to have had another."""
+    saved = None if more is None else torch.get_num_threads() + more
+    run = about(run_config(LLAMA, output_dir=tmp_path).tree()).model_copy(update={"threads": saved})
+    folder = make(tmp_path, 4, marked=False)
+    seal(folder, KIND, Manifest(step=4, finite=True, run=run).model_dump(mode="json", exclude_none=saved is None))
+    resumed = resuming.decide(run_config(LLAMA, output_dir=tmp_path, resume_from_checkpoint="auto"), Ranks())
+    assert resumed is not None
+    said = [line for line in resumed.said if "OMP_NUM_THREADS" in line]
+    assert len(said) == bool(more) and all(line.endswith(f"OMP_NUM_THREADS={saved} keeps it") for line in said)

@@ -30,7 +30,14 @@ from deepstow.strategies.planner.addresses import place
 from deepstow.strategies.planner.estimate import _together
 from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from deepstow.strategies.planner.problem import Link, Problem, Tick, Weight
-from deepstow.strategies.planner.step_cost import evictions_of, plan_cost, problem_of, unit_flops, unit_seconds
+from deepstow.strategies.planner.step_cost import (
+    StepCost,
+    evictions_of,
+    plan_cost,
+    problem_of,
+    unit_flops,
+    unit_seconds,
+)
 from deepstow.strategies.planner.tasks import Resource, build_tasks
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report import full_report
@@ -53,14 +60,19 @@ def known(rates: Rates | None = FAST, blocks: int = 4, **run: Any) -> Facts:
     return facts_of(*params, machine=replace(GPU, rates=rates), **run)
 
 
-def planned(about: Facts, **offload: Any) -> Plan:
+def planned(about: Facts, **offload: Any) -> Any:
     return compose({"offload": find("offload").model_validate({"host_memory": "1TiB", **offload})}, about)
+
+
+def priced_of(plan: Plan) -> StepCost:
+    cost = plan_cost(plan)
+    assert cost is not None
+    return cost
 
 
 def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
     for options in ({"site": "device"}, {"site": "host"}, {"site": "host", "weights": "streamed"}):
-        priced = plan_cost(planned(known(), **options))
-        assert priced is not None
+        priced = priced_of(planned(known(), **options))
         assert priced.compute_seconds == pytest.approx(15.0)  # 5 s forward, twice that backward
         assert priced.seconds == pytest.approx(15.0, rel=1e-3)
         assert priced.outcome.binds is Resource.COMPUTE
@@ -121,8 +133,7 @@ def test_ranks_of_a_machine_share_its_disks(ranks: int, drives: int) -> None:
     disk = ["/fast", "/other"][:drives]
     plan = planned(about, site="host", disk=disk, **sizes)
     assert plan.layout is not None and disk_bytes(plan.layout) == 64 << 20
-    cost = plan_cost(plan)
-    assert cost is not None
+    cost = priced_of(plan)
     assert cost.seconds == pytest.approx(ranks * (64 << 20) * (1 / 2e6 + 1 / 1e6), rel=1e-3)
     (line,) = full_report.disk_lines(plan, cost)
     speed = f"read 0.002 GB/s, written 0.001{' by 2 drives together' if drives == 2 else ''}"
@@ -151,11 +162,9 @@ def test_a_frozen_base_is_read_twice_per_pass() -> None:
         )
         given = {"gpu_memory": "24MiB", "host_memory": "36MiB", "weights": "streamed", "site": "device"}
         plan = planned(about, disk="/fast", disk_memory="64MiB", **given)
-        assert plan.layout is not None and plan.place is not None
         there = [bucket for bucket in plan.layout.buckets if bucket.weight_on_disk and not bucket.resident]
         assert sum(bucket.weight_bytes for bucket in there) == disk_bytes(plan.layout) >= 32 << 20
-        cost = plan_cost(plan)
-        assert cost is not None
+        cost = priced_of(plan)
         ends = 2 * sum(b.weight_bytes for b in there[-3:])  # the last ones are there when backward begins
         assert 0 <= 2 * disk_bytes(plan.layout) * accumulation / 1e6 - cost.seconds <= 2 * ends * accumulation / 1e6
         (line,) = full_report.disk_lines(plan, cost)
@@ -173,7 +182,6 @@ def test_trained_weights_are_written_once_and_read_after_that() -> None:
     about = facts_of(*params, machine=machine, forward_flops=10**9, max_grad_norm=0.0, precision=Precision.BF16)
     given = {"gpu_memory": "24MiB", "host_memory": "52MiB", "weights": "streamed", "site": "host"}
     plan = planned(about, disk="/fast", disk_memory="1GiB", gradients="passing", **given)
-    assert plan.layout is not None
     there = [bucket for bucket in plan.layout.buckets if rewritten_bytes(bucket)]
     problem = problem_of(plan.facts, plan.layout, FAST)
     tasks = build_tasks(problem, list(evictions_of(problem, plan.layout)), 4)
@@ -210,25 +218,23 @@ def test_a_checkpoint_has_state_in_fp32_wherever_it_rests() -> None:
     ids=["recomputation", "the device's memory", "launches"],
 )
 def test_what_takes_time_on_the_device(rates: dict[str, float], run: dict[str, Any], seconds: float) -> None:
-    priced = plan_cost(planned(known(replace(FAST, **rates), **run), site="device"))
-    assert priced is not None and priced.seconds == pytest.approx(seconds, rel=1e-3)
+    priced = priced_of(planned(known(replace(FAST, **rates), **run), site="device"))
+    assert priced.seconds == pytest.approx(seconds, rel=1e-3)
 
 
-def test_the_cpu_binds_where_it_is_slow() -> None:
-    rates = replace(FAST, update_fp32_params_per_s=BLOCK / 10)  # 10 s per bucket, six buckets
-    priced = plan_cost(planned(known(rates), site="host"))
-    assert priced is not None
-    assert priced.outcome.binds is Resource.CPU
-    assert priced.seconds >= 60.0
-    assert priced.outcome.busy[Resource.CPU] == pytest.approx(60.0, rel=0.2)
-
-
-def test_a_slow_link_is_busy_with_every_byte() -> None:
-    rates = replace(FAST, up_bytes_per_s=4.0 * BLOCK, down_bytes_per_s=4.0 * BLOCK)  # a second per weight
-    priced = plan_cost(planned(known(rates), site="host"))
-    assert priced is not None
-    assert priced.outcome.busy[Resource.DOWN] == pytest.approx(6.0, rel=0.05)
-    assert priced.outcome.busy[Resource.UP] == pytest.approx(6.0, rel=0.05)
+@pytest.mark.parametrize(
+    ("rates", "resources", "seconds"),
+    [
+        ({"update_fp32_params_per_s": BLOCK / 10}, [Resource.CPU], 60.0),  # 10 s per bucket, six buckets
+        ({"up_bytes_per_s": 4.0 * BLOCK, "down_bytes_per_s": 4.0 * BLOCK}, [Resource.UP, Resource.DOWN], 6.0),
+    ],
+    ids=["a slow CPU", "a slow link"],
+)
+def test_what_takes_time_on_the_host(rates: dict[str, float], resources: list[Resource], seconds: float) -> None:
+    priced = priced_of(planned(known(replace(FAST, **rates)), site="host"))
+    assert priced.seconds >= seconds
+    assert [priced.outcome.busy[each] for each in resources] == [pytest.approx(seconds, rel=0.05)] * len(resources)
+    assert (priced.outcome.binds is Resource.CPU) is (resources == [Resource.CPU])
 
 
 def test_without_rates_or_layout_there_is_no_price() -> None:
@@ -240,8 +246,7 @@ def test_without_rates_or_layout_there_is_no_price() -> None:
 def test_a_stage_alone_and_beside_others() -> None:
     """Of three stages and four micro-batches two more pass while the first one waits."""
     plan = planned(known(), site="host")
-    cost = plan_cost(plan)
-    assert cost is not None
+    cost = priced_of(plan)
     stage = replace(plan, facts=replace(plan.facts, run=replace(plan.facts.run, stages=3, accumulation=4)))
     alone = f"simulated step of this stage: 15 s alone, {15 + 2 / 4 * cost.compute_seconds:.3g} s if all take as long, "
     assert full_report.headline(stage, cost).startswith(alone)
@@ -321,8 +326,7 @@ def test_sums_between_machines() -> None:
     for each in ("exact", "fast"):
         offload = find("offload").model_validate({"host_memory": "1TiB", "site": "device", "reduction": each})
         plans[each] = compose({"offload": offload, **chosen}, about)
-        costs[each] = plan_cost(plans[each])
-    assert costs["exact"] and costs["fast"]
+        costs[each] = priced_of(plans[each])
     gradients = 6 * 4 * BLOCK / 15 / 1e6  # each is one parameter, cut, and goes once more for its norm
     slower = costs["exact"].outcome.busy[Resource.NET] - costs["fast"].outcome.busy[Resource.NET]
     assert slower == pytest.approx((8 - 15 / 8) * gradients)
@@ -332,7 +336,6 @@ def test_sums_between_machines() -> None:
 
 def test_slots_and_shared_addresses_reach_the_simulator() -> None:
     plan = planned(known(blocks=8), site="host", weights="streamed")
-    assert plan.layout is not None
     problem = problem_of(plan.facts, plan.layout, FAST)
     slots = [weight.update.grad_slot for weight in problem.weights if weight.update]
     assert None not in slots and len(set(slots)) < len(slots)
@@ -350,7 +353,6 @@ SLOW_CPU = replace(FAST, update_fp32_params_per_s=BLOCK / 10)
 
 
 def sites_of(plan: Plan) -> list[Site]:
-    assert plan.layout is not None
     return [bucket.site for bucket in plan.layout.buckets]
 
 
@@ -361,10 +363,9 @@ def tight(rates: Any) -> Plan:
 
 def test_a_slow_cpu_gives_work_to_the_link_within_the_budget() -> None:
     shared, alone = tight(SLOW_CPU), tight(None)
-    assert shared.layout is not None and shared.addresses is not None
     assert Site.STREAMED in sites_of(shared) and Site.STREAMED not in sites_of(alone)
-    before, after = plan_cost(replace(alone, facts=shared.facts)), plan_cost(shared)
-    assert before is not None and after is not None and after.seconds < 0.9 * before.seconds
+    before, after = priced_of(replace(alone, facts=shared.facts)), priced_of(shared)
+    assert after.seconds < 0.9 * before.seconds
     assert shared.peak(Tier.DEVICE) <= BLOCK * 4 * 26
     assert validate(shared.layout, shared.addresses, shared.facts.params) == []
 

@@ -121,12 +121,9 @@ def test_ctrl_c_while_preparing_ends_the_run_with_its_own_code() -> None:
     child.send(INT)
     child.send(TERM)
     assert child.end() == (130, "in order; SIGINT: stopped before training began; nothing was saved")
-    child = Child(stuck, STUCK_S=0.2)
-    child.send(INT)
-    assert child.end() == (130, "SIGINT: stopped before training began; nothing was saved\n")
 
 
-@pytest.mark.parametrize("others", [(INT,), (INT, TERM), (TERM, INT), (INT, INT)])
+@pytest.mark.parametrize("others", [(INT, TERM), (TERM, INT), (INT, INT)])
 def test_ctrl_c_is_the_reason_whatever_a_launcher_adds(others: tuple[signal.Signals, ...]) -> None:
     def reason(stop: Stop) -> int:
         stop.wait(10.0)
@@ -140,15 +137,16 @@ def test_ctrl_c_is_the_reason_whatever_a_launcher_adds(others: tuple[signal.Sign
     assert child.end() == (130, said * others.count(INT))
 
 
-def test_behind_an_ampersand_ctrl_c_is_nothing() -> None:
-    former = signal.signal(INT, signal.SIG_IGN)
+@pytest.mark.parametrize("ignored", [INT, signal.SIGHUP], ids=["ctrl-C behind an ampersand", "a terminal under nohup"])
+def test_what_was_ignored_before_is_nothing(ignored: signal.Signals) -> None:
+    former = signal.signal(ignored, signal.SIG_IGN)
     try:
         child = Child(trains(lambda stop: until_asked(stop) if stop.reason is None else 9))
-        child.send(INT)
+        child.send(ignored)
         child.send(TERM)
-        assert child.end() == (7, "")
+        assert child.end() == (7, ""), "the first would have made the second one end the process"
     finally:
-        signal.signal(INT, former)
+        signal.signal(ignored, former)
 
 
 def test_forked_processes_end_by_signals_and_do_not_pass_them_on() -> None:
@@ -186,17 +184,6 @@ def test_a_closed_terminal_is_a_request_and_printing_into_it_ends_nothing() -> N
     os.read(terminal, 1)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-
-
-def test_under_nohup_a_closed_terminal_is_nothing() -> None:
-    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        child = Child(trains(lambda stop: until_asked(stop) if stop.reason is None else 9))
-        child.send(signal.SIGHUP)
-        child.send(TERM)
-        assert child.end() == (7, ""), "the first would have made the second one end the process"
-    finally:
-        signal.signal(signal.SIGHUP, former)
 
 
 def test_after_leaving_a_signal_does_what_it_does_without_us() -> None:
@@ -242,23 +229,19 @@ def test_the_end_of_any_launcher_above_is_noticed() -> None:
     assert one_is_gone(chain)
 
 
-@pytest.mark.parametrize("phase", ["TRAINING", "PREPARING"])
-def test_a_launcher_that_was_killed_is_a_request(phase: str, tmp_path: Path) -> None:
+def test_a_launcher_that_was_killed_is_a_request(tmp_path: Path) -> None:
     """The launcher is a program of that name; what it starts listens."""
     listener = f"""
 import os, sys, time
 from pathlib import Path
-from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
+from deepstow.trainer.distributed.stopping import Phase, Stop
 done = Path({str(tmp_path / "done")!r})
 with Stop().listening() as stop:
-    stop.phase = Phase.{phase}
+    stop.phase = Phase.TRAINING
     assert stop.launchers
     Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
-    try:
-        stop.wait(20)
-        done.write_text(str(stop.reason))
-    except Stopped as stopped:
-        done.write_text(stopped.line)
+    stop.wait(20)
+    done.write_text(str(stop.reason))
 """
     (tmp_path / "listener.py").write_text(listener)
     program = tmp_path / "torchrun"
@@ -270,8 +253,7 @@ with Stop().listening() as stop:
     launcher.kill()
     launcher.wait()
     _until(lambda: (tmp_path / "done").exists() and (tmp_path / "done").read_text())
-    said = (tmp_path / "done").read_text()
-    assert said.startswith(LAUNCHER) and (phase == "TRAINING" or said.endswith("nothing was saved"))
+    assert (tmp_path / "done").read_text().startswith(LAUNCHER)
 
 
 def _until(true: Callable[[], Any], timeout_s: float = 20.0) -> None:

@@ -12,7 +12,7 @@ from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.trainer.model import temporaries
 from deepstow.trainer.model.stubs import fake_tensors, find_alike, materialise
 from deepstow.trainer.planning.facts import ModelCount, count_model
-from tests.helpers.marks import rarely, slowly
+from tests.helpers.marks import slowly
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 
 DEPTH = 7
@@ -27,12 +27,11 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], dict[str, str]]] = {
     ),
 }
 CASES: list[Any] = [
-    rarely("llama", {}),
-    rarely("gpt2", {}),
-    slowly("mixtral", {}),
     ("every other one has a window", {}),
+    ("gpt2", {"bf16": True}),
+    slowly("mixtral", {}),
+    slowly("llama", {"gradient_checkpointing": True}),
 ]
-CASES += [("gpt2", {"bf16": True}), slowly("llama", {"gradient_checkpointing": True})]
 
 
 @pytest.mark.slow

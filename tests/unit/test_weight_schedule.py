@@ -25,11 +25,11 @@ def shuffled(problem: Problem, seed: int) -> Problem:
     return replace(problem, weights=tuple(items))
 
 
-@pytest.mark.parametrize("make", [uneven, coarse, lambda seed: uneven(seed, (6, 7))])
+@pytest.mark.parametrize("make", [uneven, coarse])
 def test_against_all_sets_of_gaps(make: Callable[[int], Problem], seeds: range) -> None:
     """Of uneven weights, for which two numbers are not enough. The bars: mean 1.01, worst 1.25."""
     ratios = []
-    for seed in seeds[: len(seeds) if make in (uneven, coarse) else 6]:
+    for seed in seeds:
         problem = make(seed)
         ratios.append(reload_period(problem, choose(problem)) / best_gaps(problem))
     assert min(ratios) > 1 / CLOSE
@@ -38,7 +38,7 @@ def test_against_all_sets_of_gaps(make: Callable[[int], Problem], seeds: range) 
 
 
 def test_even_blocks_get_the_best_plan(seeds: range) -> None:
-    for seed in seeds:
+    for seed in seeds[::3]:
         problem = even(seed)
         assert reload_period(problem, choose(problem)) == pytest.approx(best_gaps(problem)), seed
 
@@ -52,7 +52,7 @@ def test_a_large_head_stays_where_smaller_weights_can_leave_instead() -> None:
 
 
 def test_reloads_as_early_as_memory_allows_are_the_best(seeds: range) -> None:
-    for seed in seeds:
+    for seed in seeds[::3]:
         problem = uneven(seed, (3,))
         assert best_gaps(problem) == pytest.approx(all_issues(problem)), seed
 
@@ -67,7 +67,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 
 @given(seed=any_seed, part=st.floats(0, 1.2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_whatever_fits_is_planned_within_the_budget(seed: int, part: float) -> None:
     problem = uneven(seed, (2, 4, 5, 8))
     least, most = span(problem)
@@ -79,7 +79,7 @@ def test_whatever_fits_is_planned_within_the_budget(seed: int, part: float) -> N
 
 def test_more_memory_is_never_slower_for_the_same_gaps() -> None:
     """What the choice builds on. The named seeds fail, if issues are counted from forward instead of backward."""
-    for seed in (98, 169, 250, 279, 303, *range(40)):
+    for seed in (98, 169, 250, 279, 303, *range(5)):
         problem, random = coarse(seed, (4, 6, 8)), Random(seed)
         gaps = [gap for gap in problem.gaps if random.random() < 0.6]
         least = float("inf")
@@ -92,7 +92,7 @@ def test_more_memory_is_never_slower_for_the_same_gaps() -> None:
 
 
 @given(seed=any_seed)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_order_of_items_does_not_matter(seed: int) -> None:
     problem = uneven(seed, (3, 5, 8)) if seed % 2 else halved(uneven(seed, (3, 5)))
     mixed = shuffled(problem, seed)
