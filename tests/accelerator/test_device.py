@@ -1,10 +1,6 @@
 """The simulated accelerator is as asynchronous and as strict as it says: who does not wait reads wrong numbers here."""
 
-import ctypes
-import faulthandler
 import mmap
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -31,16 +27,6 @@ def pinned(device: Any) -> Any:
     torch.accelerator.synchronize()
     device.host_unregister(host.data_ptr())
     del host, pages
-
-
-def test_the_host_cannot_touch_its_memory() -> None:
-    there = torch.ones(4, device="sim")
-    child = os.fork()
-    if child == 0:
-        faulthandler.disable()  # its end is expected
-        ctypes.string_at(there.data_ptr(), 4)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
 
 
 def test_who_does_not_wait_for_a_copy_reads_old_bytes(device: Any, pinned: Tensor) -> None:
@@ -86,22 +72,6 @@ def test_memory_is_given_out_again_at_once_and_is_nan_between(device: Any) -> No
     other = torch.Stream(device="sim")
     with other:
         assert torch.empty(1000, device="sim").data_ptr() != address, "each stream has its own"
-
-
-def test_registration(device: Any) -> None:
-    pages, host = mapped(4 * MIB)
-    begin = host.data_ptr()
-    assert device.host_register(begin, MIB) == 0 and device.host_register(begin + MIB, MIB) == 0
-    assert device.host_register(begin + MIB // 2, MIB) == 712, "twice"
-    assert device.host_unregister(begin + 5) == 713, "not registered"
-    target = torch.empty(MIB, dtype=torch.uint8, device="sim")
-    target.copy_(host[:MIB], non_blocking=True)
-    for start in (MIB // 2, 3 * MIB // 2):
-        with pytest.raises(RuntimeError, match="partly in registered memory"):
-            target.copy_(host[start : start + MIB], non_blocking=True)
-    torch.accelerator.synchronize()
-    assert [device.host_unregister(begin + offset) for offset in (0, MIB)] == [0, 0]
-    del pages
 
 
 def test_nothing_is_unregistered_under_a_copy(device: Any) -> None:

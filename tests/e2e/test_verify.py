@@ -13,7 +13,7 @@ from deepstow.trainer.distributed import spawn
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.verify import verify
-from deepstow.trainer.verify.verify import Offloaded, real_plan, shrink, train_or_refuse
+from deepstow.trainer.verify.verify import Offloaded, shrink, train_or_refuse
 from tests.e2e.commands import MODEL, write_config
 
 pytestmark = pytest.mark.ranks
@@ -113,9 +113,3 @@ def test_a_refusal_on_the_ranks_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'^strategies\.offload\.gpu_memory = "100KiB": ') as refused:
         verify._trained(2, config.model_copy(update={"strategies": {"offload": small}}), 1)
     assert len(refused.value.lines) == 1 and "Traceback" not in str(refused.value)
-
-
-def test_an_optimizer_that_the_engine_has_not_is_refused(tmp_path: Path) -> None:
-    config = load(str(config_with(tmp_path, {}, optim="adafactor")), [])
-    with pytest.raises(ConfigError, match=r'training\.optim = "adafactor"'):
-        real_plan(config, 1)

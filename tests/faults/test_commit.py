@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from deepstow.strategies.state import commit
-from tests.e2e.commands import REPO, environment, write_jsonl
+from tests.e2e.commands import REPO
 
 TRACED = {commit.__file__, shutil.__file__}
 LINES = 200  # more than any of these operations has
@@ -197,27 +196,16 @@ def test_the_first_of_two_wins(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["place"]
 
 
-PREPARES = """
-import sys
-from pathlib import Path
-from deepstow.trainer.config.sections import DataSection
-from deepstow.trainer.data import prepare, tokenizer
-home = Path(sys.argv[1])
-words = tokenizer.trained(300, home, ["some words"])
-prepare.prepare(DataSection(path=str(home / "rows.jsonl"), max_length=64), words, 300, 0, home / "cache", print)
-"""
-
-
 def test_a_killed_preparation_leaves_nothing_for_good(tmp_path: Path) -> None:
     """Its draft goes when something else is made beside it; the draft of who lives stays."""
-    write_jsonl(tmp_path / "rows.jsonl", [{"text": "a row of some words"}] * 50_000)
-    job = subprocess.Popen([sys.executable, "-c", PREPARES, str(tmp_path)], cwd=REPO, env=environment())
-    deadline_s = time.monotonic() + 300
-    while not (drafts := [*(tmp_path / "cache").glob(".*")]):
-        assert job.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.01)
-    job.kill()
-    job.wait()
+    (tmp_path / "cache").mkdir()
+    pid = os.fork()
+    if pid == 0:
+        with commit.added_folder(tmp_path / "cache/rows") as draft:
+            (draft / "text").write_text("half")
+            os._exit(9)
+    os.waitpid(pid, 0)
+    drafts = [*(tmp_path / "cache").glob(".*")]
     assert drafts[0].is_dir()
     with commit.added_folder(tmp_path / "cache/one") as living:
         (living / "text").write_text("one")

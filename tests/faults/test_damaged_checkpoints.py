@@ -22,7 +22,7 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.config.yaml_file import shown
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run import resuming
+from deepstow.trainer.run import checkpoint, finished, resuming
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64, **TINY}
@@ -158,6 +158,8 @@ def test_the_best_one_is_kept_by_its_name_and_compared_before_it_is_loaded(
         state = json.loads((folder / "trainer_state.json").read_text())
         assert state["best_model_checkpoint"] == str(first)
         assert verify(["--checkpoint", str(folder)]) == 0
+    made_of = finished.said_by(tmp_path / "run/export")
+    assert (made_of[finished.BEST], made_of[finished.OF]) == (checkpoint.digest(first), checkpoint.digest(last))
     exported, saved = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run/export", first))
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     assert sorted(path.name for path in (tmp_path / "run").glob("*point*")) == [first.name, last.name]

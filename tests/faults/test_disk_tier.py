@@ -67,7 +67,7 @@ def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest(folder / "run" / "export")
 
 
-@pytest.mark.parametrize("how", ["killed", "its file is emptied", "bytes are flipped"])
+@pytest.mark.parametrize("how", ["killed", "bytes are flipped"])
 def test_goes_on_to_the_same_bits(how: str, whole: str, server: Server, tmp_path: Path) -> None:
     """With two drives, and the bits of one."""
     disk = tmp_path / "disk"
@@ -80,16 +80,11 @@ def test_goes_on_to_the_same_bits(how: str, whole: str, server: Server, tmp_path
     if how == "killed":
         job.kill()
     else:
-        if how == "bytes are flipped":
-            damage(file_of(job, drives[1]))
-        else:
-            os.truncate(file_of(job, drives[1]), 0)
+        damage(file_of(job, drives[1]))
         ended = job.wait()
         assert ended.code == 14, ended.text
         (said,) = [line for line in ended.err.splitlines() if "the disk tier" in line]
-        why = "(nothing more came|some of the file's space was taken away)"  # by what was written since
-        if how == "bytes are flipped":
-            why = "at byte [0-9]+ of the file the drive has not what was written"
+        why = "at byte [0-9]+ of the file the drive has not what was written"
         assert re.search(
             f"the disk tier in {drives[1]}: .* could not be read: {why}; training.resume_from_checkpoint=auto goes on",
             said,
@@ -102,41 +97,18 @@ def test_goes_on_to_the_same_bits(how: str, whole: str, server: Server, tmp_path
     assert digest(other.parent / "run" / "export") == whole
 
 
-def test_two_ranks_have_a_file_each(server: Server, tmp_path: Path) -> None:
-    """One of them loses its file, and the run ends on both; then it goes on with the bits of one without a disk."""
-    zero: dict[str, Any] = {"zero": {"stage": 3}}
-    (disk := tmp_path / "disk").mkdir()
-    config = config_of(tmp_path / "one", disk, 60, "2300KiB", zero)
-    plain = config_in(tmp_path / "plain", {"offload": {}} | zero, max_steps=60, save_steps=60, max_grad_norm=0.5)
-    server.run(2, plain).check()
-    job = start(server, 2, config)
-    until(lambda: 4 in checkpoints(config), job, "saved", 120.0)
-    files = [file_of(job, disk, process) for process in ranks_of(job)]
-    assert len({file.stat().st_ino for file in files}) == 2
-    assert "of 2 ranks' optimizer state" in (config.parent / "run" / "plan.txt").read_text()
-    os.truncate(files[1], 0)
-    ended = job.wait()
-    assert ended.code == 14, ended.text
-    assert [line for line in ended.err.splitlines() if "the disk tier" in line]
-    found = server.run(2, config, "training.resume_from_checkpoint=auto").check()
-    assert len(found.lines("resuming from ")) == 1
-    assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "host", "zero"), [(1, "900KiB", {}), (2, "1100KiB", {"zero": {"stage": 3}})], ids=["alone", "shares"]
-)
-def test_a_frozen_base(ranks: int, host: str, zero: dict[str, Any], server: Server, tmp_path: Path) -> None:
+def test_a_frozen_base(server: Server, tmp_path: Path) -> None:
     """The run loses its file, says so and ends; then it goes on with the bits of one without a disk, and exports."""
+    zero: dict[str, Any] = {"zero": {"stage": 3}}
     (disk := tmp_path / "disk").mkdir()
     lora = "model.lora={r: 4, target_modules: all-linear, export: merged}"
     usual: dict[str, Any] = {"model": MODEL | {"num_hidden_layers": 8}, "max_steps": 60, "max_grad_norm": 0.5}
     plain = config_in(tmp_path / "plain", {"offload": {}} | zero, **usual)
-    server.run(ranks, plain, lora).check()
-    offload = {"weights": "streamed", "bucket_size": "16KiB", "host_memory": host}
+    server.run(2, plain, lora).check()
+    offload = {"weights": "streamed", "bucket_size": "16KiB", "host_memory": "1100KiB"}
     offload |= {"disk": str(disk), "disk_memory": "10MiB"}
     config = config_in(tmp_path / "one", {"offload": offload} | zero, save_steps=4, **usual)
-    job = start(server, ranks, config, lora)
+    job = start(server, 2, config, lora)
     until(lambda: 4 in checkpoints(config), job, "saved", 120.0)
     frozen = "frozen weights, read in forward and in backward"
     assert frozen in (config.parent / "run" / "plan.txt").read_text()
@@ -145,36 +117,7 @@ def test_a_frozen_base(ranks: int, host: str, zero: dict[str, Any], server: Serv
     assert ended.code == 14, ended.text
     assert [line for line in ended.err.splitlines() if "of weights could not be read: " in line], ended.text
     assert "Traceback" not in ended.text and list(disk.iterdir()) == []
-    found = server.run(ranks, config, lora, "training.resume_from_checkpoint=auto").check()
-    assert len(found.lines("resuming from ")) == 1
-    assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
-
-
-@pytest.mark.parametrize("how", ["killed", "its file is emptied"])
-def test_trained_weights(how: str, server: Server, tmp_path: Path) -> None:
-    """The same for weights that updates write: with the bits, in the end, of a run without a disk."""
-    (disk := tmp_path / "disk").mkdir()
-    usual: dict[str, Any] = {"model": MODEL | {"num_hidden_layers": 8}, "max_steps": 60, "max_grad_norm": 0.0}
-    plain = config_in(tmp_path / "plain", {"offload": {"site": "host", "weights": "streamed"}}, **usual)
-    server.run(1, plain).check()
-    offload = {"site": "host", "weights": "streamed", "bucket_size": "16KiB", "gradients": "passing"}
-    offload |= {"host_memory": "1900KiB", "disk": str(disk), "disk_memory": "20MiB"}
-    config = config_in(tmp_path / "one", {"offload": offload}, save_steps=4, **usual)
-    job = start(server, 1, config)
-    until(lambda: 4 in checkpoints(config), job, "saved", 120.0)
-    assert "of weights, read in forward and in backward and written once" in (
-        (config.parent / "run" / "plan.txt").read_text()
-    )
-    if how == "killed":
-        job.kill()
-    else:
-        os.truncate(file_of(job, disk), 0)
-        ended = job.wait()
-        assert ended.code == 14, ended.text
-        assert [line for line in ended.err.splitlines() if f"the disk tier in {disk}: " in line], ended.text
-        assert "Traceback" not in ended.text
-    assert list(disk.iterdir()) == [] and not (config.parent / "run" / "export").exists(), "it was over before"
-    found = server.run(1, config, "training.resume_from_checkpoint=auto").check()
+    found = server.run(2, config, lora, "training.resume_from_checkpoint=auto").check()
     assert len(found.lines("resuming from ")) == 1
     assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
 

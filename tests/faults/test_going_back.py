@@ -3,9 +3,7 @@
 Whole runs in this process, tiny; each expected result is that of a run in a folder of its own.
 """
 
-import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,18 +177,3 @@ def test_an_export_of_a_release_that_named_no_checkpoint(
     assert f"export: not known to be made of checkpoint-6, so not kept in place; now in {aside}\n" in out
     assert "train_loss" not in out and digest(folder / "export") == digest(aside / "export")
     assert origin(folder) == checkpoint.digest(folder / "checkpoint-6") and losses(folder) == losses(home / "run")
-
-
-def test_the_best_weights_are_those_of_a_checkpoint(home: Path, tmp_path: Path) -> None:
-    """The first evaluation, of the highest loss, is the best one here."""
-    best: Mapping[str, Any] = {
-        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": "true", "greater_is_better": "true",
-        "metric_for_best_model": "loss",
-    }  # fmt: skip
-    folder = tmp_path / "run"
-    start(home, folder, "data.eval_fraction=0.1", *(f"training.{key}={value}" for key, value in best.items()))
-    said = finished.said_by(folder / "export")
-    assert said[finished.BEST] == checkpoint.digest(folder / "checkpoint-2")
-    assert said[finished.OF] == checkpoint.digest(folder / "checkpoint-6")
-    state = json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())
-    assert state["best_global_step"] == 2

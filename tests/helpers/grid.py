@@ -51,7 +51,7 @@ def _table(*models: str, strength: int = 2, **changes: Sequence[object]) -> Tabl
 
 
 FP32 = _table(
-    "llama", "qwen3", "gpt2", "opt", "bloom", "mixtral", "experts", "bert",
+    "llama", "gpt2", "bloom", "mixtral", "experts", "bert",
     strength=3, clip=("in-backward", "passing", "off", "tight", "loose"), recompute=("none", "later", "reentrant"),
     prefetch=(2, 0, 1, 5),
 )  # fmt: skip

@@ -22,10 +22,3 @@ def in_turns(first: Iterable[Any], second: Sequence[Any]) -> list[Any]:
     """All pairs of both; each of ``first`` with one of ``second`` in turn, and slowly with the others."""
     pairs = ((number, one, at, other) for number, one in enumerate(first) for at, other in enumerate(second))
     return [(one, other) if number % len(second) == at else slowly(one, other) for number, one, at, other in pairs]
-
-
-def some_rarely(names: Iterable[str], rare: Iterable[str]) -> list[Any]:
-    """``names``, of which some are rare."""
-    few = set(rare)
-    assert few <= set(names)
-    return [rarely(name) if name in few else name for name in names]

@@ -5,7 +5,7 @@ State is read with each library's own access to it and not with the code that sa
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ from tests.helpers.worlds import run_counted
 ROWS = [
     {"input_ids": (ids := [1 + (7 * row + 3 * place * place) % (VOCAB - 1) for place in range(12)]), "labels": ids}
     for row in range(24)
+]
+UNEVEN = [  # rows with other numbers of trained tokens, so that losses are weighted
+    {"input_ids": row["input_ids"], "labels": [-100] * (5 * number % 11) + row["labels"][5 * number % 11 :]}
+    for number, row in enumerate(ROWS)
 ]
 OFFLOAD: Mapping[str, Any] = {"offload": {"site": "host", "weights": "streamed"}}
 RECOMPUTE: Mapping[str, Any] = {"recompute": {"policy": "full"}}
@@ -128,6 +132,19 @@ def in_turn(ranks: Ranks, jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
     for name, config, resume in jobs:
         found[name] = _run(ranks, config, resume)
         forget_run()
+    return found
+
+
+def in_worlds(jobs: Iterable[tuple[Kind, Job]], timeout_s: float = 300.0) -> dict[str, dict[str, Any]]:
+    """``in_turn`` on one world of ranks for each number of them; DeepSpeed never forgets ranks that divided layers, so
+    each such run has its own.
+    """
+    worlds: dict[tuple[int, str], list[Job]] = {}
+    for kind, job in jobs:
+        worlds.setdefault((kind.ranks, job[0] if "tensor" in kind.strategies else ""), []).append(job)
+    found: dict[str, dict[str, Any]] = {}
+    for (ranks, _), some in worlds.items():
+        found |= run_counted(ranks, in_turn, some, timeout_s=timeout_s + 30 * len(some))
     return found
 
 

@@ -148,13 +148,10 @@ def on_policy(wrap: Wrap, folder: str, kind: str, module: str, **more: Any) -> A
 TRAINERS: Mapping[str, Callable[[Wrap, str], Any]] = {
     "Trainer": stock,
     "Trainer, accumulation": lambda wrap, folder: stock(wrap, folder, gradient_accumulation_steps=2),
-    "Trainer, rmsprop": lambda wrap, folder: stock(wrap, folder, optim="rmsprop", optim_args="centered=true"),
     "Trainer, lion": lambda wrap, folder: stock(wrap, folder, optim="lion_32bit", weight_decay=0.1),
-    "Trainer, fp16": lambda wrap, folder: in_fp16(stock(wrap, folder, fp16=True)),
     # Of the fused one Accelerate does not know that it skips a step, so the schedule goes on.
     "Trainer, fp16, not fused": lambda wrap, folder: in_fp16(stock(wrap, folder, fp16=True, optim="adamw_torch")),
     "SFTTrainer": sft,
-    "SFTTrainer, peft_config": lambda wrap, folder: sft(wrap, folder, peft_config=lora()),
     "DPOTrainer": dpo,
     "DPOTrainer, peft_config": lambda wrap, folder: dpo(wrap, folder, peft_config=lora()),
     "RewardTrainer": reward,

@@ -24,13 +24,12 @@ from deepstow.trainer.planning.from_config import plan_of
 from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.run.collated import collated
 from tests.helpers.live import Live
-from tests.helpers.moves import made
+from tests.helpers.moves import forget_run, made
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, VOCAB, run_config
 
 WORDS, LENGTH, ROWS = 4096, 64, 3
 ON_HOST: Mapping[str, Any] = {"offload": {"site": "host", "weights": "streamed"}}
 CASES: Mapping[str, Mapping[str, Any]] = {
-    "plain": {},
     "autocast": {"bf16": True},
     "stowed in bf16": {"bf16": True, "strategies": ON_HOST},
     "experts": {"config": MIXTRAL},
@@ -38,31 +37,36 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def measured(ranks: Ranks, config: RunConfig) -> int:
+def measured(ranks: Ranks, configs: Mapping[str, RunConfig]) -> dict[str, int]:
     """The most bytes that were alive at once of what an evaluation of one batch has made."""
-    ids = [1 + place % (VOCAB - 1) for place in range(LENGTH)]
-    trainer = made(ranks, config, [{"input_ids": ids, "labels": ids}] * ROWS)
-    trainer.evaluate()  # the first one prepares
-    with Live() as live:
-        trainer.evaluate()
-    trainer.accelerator.free_memory()
-    return live.peak
+    found, ids = {}, [1 + place % (VOCAB - 1) for place in range(LENGTH)]
+    for case, config in configs.items():
+        trainer = made(ranks, config, [{"input_ids": ids, "labels": ids}] * ROWS)
+        trainer.evaluate()  # the first one prepares
+        with Live() as live:
+            trainer.evaluate()
+        trainer.accelerator.free_memory()
+        forget_run()
+        found[case] = live.peak
+    return found
+
+
+def config_of(case: str, folder: Path) -> RunConfig:
+    given = dict(CASES[case])
+    model = {**given.pop("config", LLAMA), "vocab_size": WORDS}
+    given |= {"output_dir": folder, "eval_strategy": "epoch", "per_device_eval_batch_size": ROWS}
+    return run_config(model, data={"eval_fraction": 0.5, "max_length": LENGTH}, **given)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_what_it_takes_is_what_is_planned(case: str, tmp_path: Path) -> None:
-    given = dict(CASES[case])
-    model = {**given.pop("config", LLAMA), "vocab_size": WORDS}
-    given |= {"output_dir": tmp_path, "eval_strategy": "epoch", "per_device_eval_batch_size": ROWS}
-    config = run_config(model, data={"eval_fraction": 0.5, "max_length": LENGTH}, **given)
-    found = run_world(1, measured, config, deepspeed=False)
-    assert found == pytest.approx(evaluation.count(config, ROWS).of(ROWS), rel=0.05)
-    assert found < 6.5 * ROWS * LENGTH * WORDS, "logits, under autocast in fp32 as well, and a chunk of them"
+def test_what_it_takes_is_what_is_planned(tmp_path: Path) -> None:
+    configs = {case: config_of(case, tmp_path) for case in CASES}
+    for case, found in run_world(1, measured, configs, deepspeed=False).items():
+        assert found == pytest.approx(evaluation.count(configs[case], ROWS).of(ROWS), rel=0.05), case
+        assert found < 6.5 * ROWS * LENGTH * WORDS, "logits, under autocast in fp32 as well, and a chunk of them"
 
 
-@pytest.mark.parametrize("rows", [None, 16])
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("rows", "chunked"), [(None, True), (16, False)])
 def test_a_plan_made_in_python_counts_it(rows: int | None, chunked: bool) -> None:
     """Of words so many that the casts of the logits are most of it."""
     config = transformers.LlamaConfig(**{**LLAMA, "vocab_size": 16_000, "use_cache": False})

@@ -32,12 +32,7 @@ def quiet(room: HostRoom) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "attention", "transfer"),
-    [
-        ("gpt2", "eager", Delayed),
-        ("gpt2", "sdpa", RaceDetector),
-        ("llama", "eager", RaceDetector),
-        ("llama", "sdpa", Delayed),
-    ],
+    [("gpt2", "eager", Delayed), ("llama", "sdpa", RaceDetector)],
 )
 def test_bits_order_and_bytes(name: str, attention: str, transfer: type[Transfer]) -> None:
     """With dropout and a padded batch; bytes that cross are those that the plan counts, in each direction."""
@@ -291,10 +286,8 @@ SHAPES: Mapping[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(3, 4, 5).transpose(0, 2),
     "channels last": lambda: torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     "one in the middle": lambda: torch.randn(3, 1, 4)[:, :1],
-    "part of a larger one": lambda: torch.randn(8, 4)[2:5],
     "scalar": lambda: torch.tensor(3.0),
     "empty": lambda: torch.empty(5, 0),
-    "bfloat16": lambda: torch.randn(3, 5).bfloat16(),
     "boolean": lambda: torch.rand(7) > 0.5,
     "nan": lambda: torch.tensor([float("nan"), -0.0]),
 }
@@ -314,9 +307,7 @@ def test_what_comes_back_is_what_was_sent(make: Callable[[], Tensor]) -> None:
         assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: torch.randn(4)[::2], lambda: torch.randn(1, 4).expand(3, 4), lambda: torch.randn(3, 4)[:, :2]]
-)
+@pytest.mark.parametrize("make", [lambda: torch.randn(4)[::2], lambda: torch.randn(1, 4).expand(3, 4)])
 def test_tensors_with_gaps_or_overlaps_stay(make: Callable[[], Tensor]) -> None:
     room = HostRoom([], arena_of_saved(1 << 12, CPU))
     tensor = make()

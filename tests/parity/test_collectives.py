@@ -21,7 +21,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.run.accelerator import StowAccelerator
-from tests.helpers.moves import SAVED, Kind, different, made, state_of
+from tests.helpers.moves import Kind, different, made, state_of
 
 pytestmark = pytest.mark.ranks
 HERE = 2  # ranks of a machine
@@ -137,9 +137,8 @@ ZERO_0: Mapping[str, Any] = {"collectives": TWO, "zero": {"stage": 0}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_all_ways_of_training_end_with_the_bits_of_the_declared_order(tmp_path: Path, accumulation: int) -> None:
-    options = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 1, "save_strategy": "no"}
+def test_all_ways_of_training_end_with_the_bits_of_the_declared_order(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "save_strategy": "no"}
     jobs = [(name, Kind(4, each, options).config(tmp_path, 3), None) for name, each in WAYS.items()]
     jobs.append(("ring", Kind(4, {}, options).config(tmp_path, 3), None))
     jobs.append(
@@ -150,16 +149,3 @@ def test_all_ways_of_training_end_with_the_bits_of_the_declared_order(tmp_path: 
     assert different(expected, found.pop("ring")), "the order shows in the bits of this run"
     for name, state in found.items():
         assert different(expected, state) == [], name
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path: Path) -> None:
-    options, both = {"per_device_train_batch_size": 1, "max_grad_norm": 0.05}, ("auto", "zero 3 with offload")
-    jobs: list[tuple[str, RunConfig, str | None]] = []
-    for name in both:
-        kind, folder = Kind(4, WAYS[name], options), tmp_path / name.replace(" ", "-")
-        jobs.append((f"{name} whole", kind.config(folder, 4), None))
-        jobs.append((f"{name} resumed", kind.config(folder, 4), str(folder / f"checkpoint-{SAVED}")))
-    found = run_world(4, _train, jobs)
-    for name in both:
-        assert different(found[f"{name} whole"], found[f"{name} resumed"]) == []

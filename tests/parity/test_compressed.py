@@ -5,7 +5,6 @@ still owed must add up to what there was, to rounding in fp32.
 """
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.plugins.compressed import Compressed
-from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
-from tests.helpers.moves import Kind, common_ends, different, far
-from tests.helpers.worlds import run_counted
 
 pytestmark = pytest.mark.ranks
 METHODS = ("topk", "int8", "powersgd", "topk", "int8", "bf16", "fp16")
@@ -111,9 +107,8 @@ def _owed(how: Compressed, model: Known, number: int) -> Tensor:
     return owed
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_get_the_same_bits_and_nothing_is_lost(ranks: int) -> None:
-    run_world(ranks, _cases, list(range(100 * ranks, 100 * ranks + 25)), deepspeed=False)
+def test_ranks_get_the_same_bits_and_nothing_is_lost() -> None:
+    run_world(4, _cases, list(range(400, 425)), deepspeed=False)
 
 
 def _corrected(ranks: Ranks, momentum: float) -> dict[str, Any]:
@@ -144,32 +139,3 @@ def _corrected(ranks: Ranks, momentum: float) -> dict[str, Any]:
 def test_momentum_is_of_each_ranks_own_gradients() -> None:
     """To rounding: 1e-6 of numbers of about 1."""
     run_world(2, _corrected, 0.5, deepspeed=False)
-
-
-# --- training --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_what_it_owes(tmp_path: Path) -> None:
-    """With clipping and accumulation; casts beside fp16's loss scale, and int8 beside checkpointing.
-
-    powersgd to 1e-5: torch multiplies matrices together that are of one shape and in one bucket, and a run that is
-    resumed forms its buckets anew. On an AMD EPYC that was 6e-7 of the largest weight, on other machines no bit.
-    """
-    training = {"per_device_train_batch_size": 1, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
-    more = {"topk": {"density": 0.1}, "powersgd": {"rank": 1}}
-    jobs: list[tuple[str, RunConfig, str | None]] = []
-    for method in ("topk", "int8", "powersgd"):
-        options = {"compress": method, "start": START, **more.get(method, {})}
-        again = {"gradient_checkpointing": True} if method == "int8" else {}
-        kind = Kind(4, {"collectives": options}, {**training, **again, "save_steps": 4})
-        folder = tmp_path / method
-        jobs.append((f"{method} whole", kind.config(folder, 6), None))
-        jobs.append((f"{method} resumed", kind.config(folder, 6), str(folder / "checkpoint-4")))
-    for method in ("fp16", "bf16"):
-        kind = Kind(4, {"collectives": {"compress": method}}, {**training, "fp16": True, "save_strategy": "no"})
-        jobs.append((method, kind.config(tmp_path / method, 3), None))
-    found = run_counted(4, common_ends, jobs)
-    for method in ("topk", "int8", "powersgd"):
-        pair = found[f"{method} whole"], found[f"{method} resumed"]
-        assert (far(*pair, 1e-5) if method == "powersgd" else different(*pair)) == [], method

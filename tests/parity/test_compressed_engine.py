@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
-from tests.helpers.marks import rarely
 from tests.helpers.moves import Kind, common_ends, different, in_turn
 from tests.helpers.worlds import run_counted
 
@@ -51,10 +50,9 @@ def _owed(config: RunConfig, rank: int) -> dict[str, Any]:
     [
         (TOPK, {}, {"plain": {}, "host": ON_HOST, "spans": SPANS, "gathered": GATHERED}),
         (MOMENTUM, SGD, {"plain": {}, "host": ON_HOST, "spans": SPANS}),
-        rarely(INT8, {}, {"plain": {}, "device": ON_DEVICE, "passing": PASSING, "spans": SPANS}),
-        pytest.param({"compress": "bf16"}, {}, {"plain": {}, "host": ON_HOST}, marks=pytest.mark.slow),
+        pytest.param(INT8, {}, {"plain": {}, "device": ON_DEVICE, "passing": PASSING}, marks=pytest.mark.slow),
     ],
-    ids=["topk", "momentum", "int8", "bf16"],
+    ids=["topk", "momentum", "int8"],
 )
 def test_the_bits_of_plain_compressed_training(
     options: dict[str, Any], training: dict[str, Any], ways: dict[str, Any], tmp_path: Path

@@ -31,8 +31,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
 
 
-@pytest.mark.parametrize("loop", [{}, {"accumulation": 2}], ids=["passing", "accumulated"])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("dtype", "loop"), [(BF16, {}), (FP32, {"accumulation": 2})], ids=["passing", "accumulated"])
 def test_no_read_begins_before_the_write_has_ended(
     dtype: torch.dtype, loop: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,11 +61,12 @@ def layout_of(model: nn.Module, path: Path, *drives: str, **wished: Any) -> Any:
     return plan
 
 
+MOVES = [(Transfer, True, False), (Delayed, False, True), (Vacant, True, True), (RaceDetector, False, False)]
+
+
 @pytest.mark.parametrize(
-    ("make", "late", "again"),
-    [(Transfer, True, False), (Delayed, False, True), (Vacant, True, True), (RaceDetector, False, False)],
+    ("case", "make", "late", "again"), [(case, *how) for case, how in zip(CASES, MOVES, strict=True)]
 )
-@pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_those_of_plain_training(
     case: str, make: Callable[[], Transfer], late: bool, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

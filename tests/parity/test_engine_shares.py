@@ -44,7 +44,6 @@ from tests.helpers.engine import (
     stowed,
 )
 from tests.helpers.grid import ENGINE, NORMS, batches_on, title
-from tests.helpers.marks import slowly
 from tests.helpers.models import build, causal, on, tokens
 from tests.helpers.pairwise import Row, Table
 
@@ -140,10 +139,9 @@ def everyones(ranks: Ranks, mine: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [slowly(2), 3, slowly(4)])
-def test_the_bits_of_one_process(num_ranks: int) -> None:
+def test_the_bits_of_one_process() -> None:
     """Any two levels meet."""
-    assert run_world(num_ranks, train, rows_for(num_ranks)) == []
+    assert run_world(3, train, rows_for(3)) == []
 
 
 def divided_once_of_twice(ranks: Ranks) -> str:

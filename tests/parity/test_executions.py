@@ -16,7 +16,20 @@ import torch
 
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
-from tests.helpers.moves import OFFLOAD, ROWS, Kind, forget_run, made, offload, pipeline, plain, shared, staged, tensor
+from tests.helpers.moves import (
+    OFFLOAD,
+    ROWS,
+    UNEVEN,
+    Kind,
+    forget_run,
+    made,
+    offload,
+    pipeline,
+    plain,
+    shared,
+    staged,
+    tensor,
+)
 from tests.helpers.moves import zero as zero_stage
 from tests.helpers.releases import needs
 from tests.helpers.tiny import MIXTRAL
@@ -28,10 +41,6 @@ SGD: Mapping[str, Any] = {
     "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.05, "save_strategy": "no", "warmup_steps": 0,
     "weight_decay": 0.0, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
 }  # fmt: skip
-UNEVEN = [
-    {"input_ids": row["input_ids"], "labels": [-100] * (5 * number % 11) + row["labels"][5 * number % 11 :]}
-    for number, row in enumerate(ROWS[:18])
-]
 ROUTED = {**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 WAYS: Mapping[str, Kind] = {
     "data parallel": plain(2),
@@ -55,7 +64,7 @@ def trained(ranks: Ranks, configs: Mapping[str, RunConfig]) -> dict[str, dict[st
     """What the first rank knows of each run."""
     found = {}
     for name, config in configs.items():
-        trainer = made(ranks, config, some=UNEVEN)
+        trainer = made(ranks, config, some=UNEVEN[:18])
         try:
             trainer.train()
             history = trainer.state.log_history

@@ -20,7 +20,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.verify.verify import compare, full_weights
-from tests.helpers.moves import ROWS, SAVED, Kind, different, made, run
+from tests.helpers.moves import SAVED, UNEVEN, Kind, different, made, run
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB
 from tests.helpers.worlds import run_counted
@@ -31,10 +31,6 @@ SGD: Mapping[str, Any] = {
     "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.05, "save_strategy": "no", "warmup_steps": 0,
     "weight_decay": 0.0, "per_device_train_batch_size": 3,
 }  # fmt: skip
-UNEVEN = [
-    {"input_ids": row["input_ids"], "labels": [-100] * (5 * number % 11) + row["labels"][5 * number % 11 :]}
-    for number, row in enumerate(ROWS)
-]
 ROUTED: Mapping[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 QWEN3: Mapping[str, Any] = {
     **LLAMA, **ROUTED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3,
@@ -111,11 +107,12 @@ def same(expected: dict[str, Any], found: dict[str, Any]) -> None:
     assert found["elements"] == found["planned"] < 0.9 * expected["elements"]
 
 
-@pytest.mark.parametrize(
-    "names", [["mixtral"], pytest.param([name for name in MODELS if name != "mixtral"], marks=pytest.mark.slow)]
-)
-def test_as_one_process(names: list[str], tmp_path: Path) -> None:
-    """Weights, losses and norms, the router's loss among them; the busiest expert has more than its even share."""
+@pytest.mark.slow
+def test_as_one_process(tmp_path: Path) -> None:
+    """Weights, losses and norms, the router's loss among them; the busiest expert has more than its even share.
+    ``test_executions.py`` has Mixtral.
+    """
+    names = [name for name in MODELS if name != "mixtral"]
     two = {"experts": {"degree": 2, "slices": 2}}
     alone = [Kind(1, {}, {**SGD, "gradient_accumulation_steps": 2}, MODELS[name]) for name in names]
     divided = [Kind(2, two, SGD, MODELS[name]) for name in names]
@@ -148,13 +145,12 @@ def test_two_copies_and_any_slices(tmp_path: Path) -> None:
         assert other["loss"] == one["loss"] and other["grad_norm"] == one["grad_norm"]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_beside_zero(ranks: int, tmp_path: Path) -> None:
+def test_beside_zero(tmp_path: Path) -> None:
     """DeepSpeed adds up gradients and norms, and divides the state of experts over fewer ranks than the rest."""
     training = {**SGD, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
     options: list[dict[str, Any]] = [{"experts": {"degree": 2}, "zero": {"stage": stage}} for stage in (1, 2)]
-    kinds = [Kind(ranks, each, training, MODELS["mixtral"]) for each in ({}, *options)]
-    expected, *found = run_counted(ranks, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
+    kinds = [Kind(2, each, training, MODELS["mixtral"]) for each in ({}, *options)]
+    expected, *found = run_counted(2, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
     for each in found:
         same(expected, each)
         assert each["state"] == pytest.approx(each["planned state"], rel=0.02)

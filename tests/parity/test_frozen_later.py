@@ -11,7 +11,6 @@ from torch import nn
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LAYOUTS
-from tests.helpers.marks import slowly
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import CPU, both_sides, plainly, train
 
@@ -44,13 +43,12 @@ def clips(model: Any, optimizer: Any) -> float:
 
 
 CASES: dict[str, tuple[Any, int, type[Transfer]]] = {
-    "fp32": (freezing, 1, RaceDetector),
     "bf16": (partial(freezing, torch.bfloat16, 2), 2, Delayed),
     "after forward": (partial(freezing, after=True), 1, RaceDetector),
 }
 
 
-@pytest.mark.parametrize("case", [slowly("fp32"), "bf16", "after forward"])
+@pytest.mark.parametrize("case", CASES)
 def test_frozen_and_unfrozen(case: str) -> None:
     make, count, transfer = CASES[case]
     for plans, between, norm in ((PLANS, clips, 0.05), (IN_BACKWARD, None, 0.0)):

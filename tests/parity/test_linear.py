@@ -29,15 +29,7 @@ def strategies_of(transpose: str, **others: Any) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("others", "transpose", "case"),
-    [
-        ({}, "flip", ACCUMULATED),
-        ({}, "left", CHECKPOINTED),
-        ({}, "right", ACCUMULATED),
-        ({"zero": {"stage": 2}}, "left", BF16),
-        pytest.param({"zero": {"stage": 3}}, "flip", CHECKPOINTED, marks=needs_stage_3),
-        ({"offload": {"site": "host", "weights": "streamed"}}, "flip", CHECKPOINTED),
-        ({"offload": {"site": "streamed"}, "buffers": {"debug": True}}, "right", BF16),
-    ],
+    [({"zero": {"stage": 2}}, "left", CHECKPOINTED), ({"offload": {"site": "streamed"}}, "right", BF16)],
     ids=str,
 )
 def test_as_plain_training(others: dict[str, Any], transpose: str, case: str, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "streamed": {"site": "streamed", "park": "host", "prefetch": 0},
     "streamed, ahead": {"site": "streamed", "park": "host", "prefetch": 1, "bucket": "half"},
 }
+FEW = ("host, sent late", "host, two ahead", "streamed")
 TRANSFERS: list[type[Transfer]] = [Vacant, RaceDetector]
 
 
@@ -260,17 +261,17 @@ def test_loops(loop: str) -> None:
 @pytest.mark.parametrize("kind", [Recomputes, LooksBack])
 def test_backward_needs_weights_again(kind: type[Net]) -> None:
     """For recomputation; and after the weight's own gradient was made and sent."""
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(list(LAYOUTS)[1::2]):
         compare((plainly, evaluates)[number % 2], layout, TRANSFERS[number // 2 % 2], kind)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FEW)
 def test_updates_in_backward(layout: str) -> None:
     for loop, transfer in zip((skips, leaves_out_quietly), TRANSFERS, strict=True):
         compare(loop, layout, transfer, max_norm=0.0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FEW)
 def test_the_calling_thread_rounds_nothing_in_ordinary_loops(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker does, or the device, in skipped steps as well: otherwise each fetch would wait for it."""
     slow: list[str] = []
@@ -294,7 +295,7 @@ def test_the_calling_thread_rounds_nothing_in_ordinary_loops(layout: str, monkey
 # --- state dicts that are held ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FEW)
 def test_a_state_dict_that_is_held_keeps_its_values(layout: str) -> None:
     """Nothing is copied until a gradient takes the place; then what is held, and nothing else."""
     model, optimizer = stowed(layout, Delayed())
@@ -329,7 +330,7 @@ def test_a_part_of_a_state_dict_that_is_held_is_refused() -> None:
     train(model, optimizer, BATCHES[:3])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FEW)
 def test_saved_loaded_and_closed_between_backward_and_step(layout: str, tmp_path: Path) -> None:
     """Loading drops the gradients; ``close`` leaves the weights that there were."""
     model, optimizer = stowed(layout, Delayed())

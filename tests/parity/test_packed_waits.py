@@ -142,14 +142,10 @@ def test_no_run_reads_a_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_no_stage_reads_a_position(tmp_path: Path) -> None:
-    run_world(2, _trained, tmp_path, [({"pipeline": {"stages": 2}}, varlen.NAME)], deepspeed=False)
-
-
-@pytest.mark.ranks
 @needs("sequence")
-def test_no_slice_reads_a_position(tmp_path: Path) -> None:
-    kinds = [({"sequence": {"degree": 2}, "recompute": {"policy": "full"}}, None)]
+def test_no_stage_and_no_slice_reads_a_position(tmp_path: Path) -> None:
+    kinds: list[Any] = [({"pipeline": {"stages": 2}}, varlen.NAME)]
+    kinds += [({"sequence": {"degree": 2}, "recompute": {"policy": "full"}}, None)]
     run_world(2, _trained, tmp_path, kinds, deepspeed=False)
 
 

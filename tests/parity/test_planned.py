@@ -21,7 +21,6 @@ from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import STEPS, least
-from tests.helpers.marks import slowly
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import both_sides, train
 
@@ -63,7 +62,6 @@ TWICE: dict[str, Any] = {"accumulation": 2, "max_norm": 0.0}
     ("model", "machine", "loop"),
     [
         pytest.param("llama", "slow cpu", CLIPPED, id="slow cpu-clipped"),
-        slowly("llama", "slow link", TWICE, id="slow link-x2"),
         pytest.param("words", "balanced", CLIPPED, id="many words-balanced-clipped"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.nn.functional import linear
 from deepstow.strategies.state.sealed import read
 from deepstow.trainer.run import further
 from tests.helpers.engine import LAYOUTS
-from tests.helpers.marks import in_turns
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, both_sides, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
@@ -31,7 +31,7 @@ class Rounded(nn.Linear):
         return linear(x, self.weight + ((self.weight * 8).round() / 8 - self.weight).detach(), self.bias)
 
 
-@pytest.mark.parametrize(("layout", "dtype"), in_turns(LAYOUTS, (torch.float32, torch.bfloat16)))
+@pytest.mark.parametrize(("layout", "dtype"), zip(LAYOUTS, cycle((torch.float32, torch.bfloat16))))
 def test_computed_weights_on_every_site(layout: str, dtype: torch.dtype) -> None:
     """Products with a weight that forward has computed anew from one that comes and goes."""
 

@@ -21,14 +21,12 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.data.prepare import Contents, Prepared
 from deepstow.trainer.distributed.ranks import Ranks
-from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.model.adapters import OURS
 from deepstow.trainer.run import building
 from deepstow.trainer.run.export import export
 from deepstow.trainer.run.session import Session
 from deepstow.trainer.run.stowed_trainer import stowed
 from deepstow.trainer.verify.verify import _tokenizer, run_on
-from tests.helpers.marks import slowly
 from tests.helpers.releases import needs_scratch
 from tests.helpers.tiny import LLAMA, run_config
 
@@ -116,21 +114,22 @@ def leaves(trainer: Any) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", ["nf4"])
-def test_as_peft_alone_and_resumed(bits: str, base: Path) -> None:
-    """Kinds of bits differ in bitsandbytes' code alone; 8 of them are in the next test as well."""
-    expected = trained(by_itself(config_of(base, bits)))
+def test_as_peft_alone_and_resumed(base: Path, bits: str = "nf4") -> None:
+    """By LoRA+, with a head that is trained in full. Kinds of bits differ in bitsandbytes' code alone; 8 of them are in
+    ``test_a_trainer_of_others``.
+    """
+    lora = {**LORA, "loraplus_lr_ratio": 16, "modules_to_save": ["lm_head"], "bias": "all"}
+    expected = trained(by_itself(config_of(base, bits, lora)))
     for strategies in ({}, {"offload": STAYS}, {"offload": TRAVELS}):
-        trainer = ours(config_of(base, bits, strategies=strategies, save_strategy="steps", save_steps=2))
+        trainer = ours(config_of(base, bits, lora, strategies=strategies, save_strategy="steps", save_steps=2))
         assert unlike(expected, trained(trainer)) == [], strategies
         if strategies:
             assert bool(leaves(trainer) & {"uint8", "int8"}) is (strategies["offload"] is TRAVELS)
-    again = ours(config_of(base, bits, strategies={"offload": TRAVELS}))
+    again = ours(config_of(base, bits, lora, strategies={"offload": TRAVELS}))
     assert unlike(expected, trained(again, str(base / "run" / "checkpoint-2"))) == []
 
 
-@pytest.mark.parametrize("bits", [None, slowly("nf4")])
-def test_going_on_with_a_saved_adapter(bits: str | None, base: Path, tmp_path: Path) -> None:
+def test_going_on_with_a_saved_adapter(base: Path, tmp_path: Path, bits: str | None = None) -> None:
     """Exported after two steps and trained on, as PEFT opens it; and what is saved is trained further."""
     first = config_of(base, bits, max_steps=2)
     trainer = ours(first)
@@ -149,8 +148,7 @@ def test_going_on_with_a_saved_adapter(bits: str | None, base: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", ["nf4", slowly("int8")])
-def test_a_trainer_of_others(bits: str, base: Path) -> None:
+def test_a_trainer_of_others(base: Path, bits: str = "int8") -> None:
     """A live model is planned on its first batch, and is as it was when it is closed."""
     config = config_of(base, bits)
     expected = trained(by_itself(config))
@@ -192,23 +190,7 @@ def test_the_base_on_the_disk(
     assert unlike(expected, trained(ours(config), str(base / "run" / "checkpoint-2"))) == []
 
 
-KINDS: Mapping[str, tuple[str | None, Mapping[str, Any], Mapping[str, Any]]] = {
-    "LoRA+": ("nf4", {"loraplus_lr_ratio": 16}, {}),
-    "a head in full": ("nf4", {"modules_to_save": ["lm_head"], "bias": "all", "export": "merged"}, {}),
-    "accumulated, recomputed": ("nf4", {}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
-    bits, lora, training = KINDS[kind]
-    expected = trained(by_itself(config_of(base, bits, {**LORA, **lora}, **training)))
-    found = trained(ours(config_of(base, bits, {**LORA, **lora}, strategies={"offload": TRAVELS}, **training)))
-    assert unlike(expected, found) == []
-
-
-@pytest.mark.parametrize(("bits", "merge"), [("nf4", True), slowly("nf4", False)])
+@pytest.mark.parametrize(("bits", "merge"), [("nf4", True)])
 def test_exported(bits: str | None, merge: bool, base: Path) -> None:
     """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
     config = config_of(
@@ -226,24 +208,3 @@ def test_exported(bits: str | None, merge: bool, base: Path) -> None:
         whole = dequantize_bnb_weight(layer.weight, SimpleNamespace(SCB=getattr(layer.weight, "SCB", None)))
         a, b = (values[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.default.weight"] for side in "AB")
         torch.testing.assert_close(again.model.layers[1].mlp.down_proj.weight, whole + 2 * b @ a)
-
-
-UNDROPPED = {**LORA, "lora_dropout": 0.0}
-
-
-def each_way(ranks: Ranks, base: Path) -> list[dict[str, torch.Tensor]]:
-    """What the Trainer alone trains, what ours does, and ours without dropout."""
-    found = [trained(by_itself(config_of(base, "nf4"), ranks=ranks))]
-    for lora, strategies in ((LORA, {}), (LORA, {"offload": TRAVELS}), (UNDROPPED, {})):
-        found.append(trained(building.make_trainer(run_of(config_of(base, "nf4", lora, strategies=strategies), ranks))))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_two_ranks(base: Path) -> None:
-    """One process draws other dropout than two ranks, so it has their bits only without."""
-    theirs, *ours, without = run_world(2, each_way, base)
-    assert [unlike(theirs, each) for each in ours] == [[], []]
-    alone = trained(by_itself(config_of(base, "nf4", UNDROPPED, gradient_accumulation_steps=2)))
-    assert unlike(alone, without) == [] and unlike(theirs, without) != []

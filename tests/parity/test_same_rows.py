@@ -21,7 +21,7 @@ from tests.helpers.moves import (
     Kind,
     different,
     far,
-    in_turn,
+    in_worlds,
     offload,
     pipeline,
     plain,
@@ -30,7 +30,6 @@ from tests.helpers.moves import (
     zero,
 )
 from tests.helpers.releases import HIGHEST_STAGE
-from tests.helpers.worlds import run_counted
 
 pytestmark = pytest.mark.ranks
 STEPS = 6  # of 4 in an epoch
@@ -57,21 +56,7 @@ KINDS = {
     "tensor in chunks": kind(Kind(2, {"tensor": {"degree": 2, "chunks": ROWS}, "zero": {"stage": 1}})),
 }
 SOME = [("plain", reader) for reader in ("data", "zero with offload", "pipeline")]
-ALL = [(saver, reader) for saver in KINDS for reader in KINDS if saver != reader]
-BY_PLAIN = [pair for pair in ALL if "plain" in pair]
-RING = [pair for pair in zip(KINDS, [*list(KINDS)[1:], "plain"], strict=True) if pair not in BY_PLAIN]
-
-
-def trained(jobs: Iterable[tuple[Kind, Job]]) -> dict[str, dict[str, Any]]:
-    """On one world of ranks for each number of them; DeepSpeed never forgets ranks that divided layers, so these have
-    their own."""
-    worlds: dict[tuple[int, bool], list[Job]] = {}
-    for each, job in jobs:
-        worlds.setdefault((each.ranks, "tensor" in each.strategies), []).append(job)
-    found: dict[str, dict[str, Any]] = {}
-    for (ranks, _), one in worlds.items():
-        found |= run_counted(ranks, in_turn, one, timeout_s=300 + 30 * len(one))
-    return found
+RING = list(zip(KINDS, [*list(KINDS)[1:], "plain"], strict=True))
 
 
 def begun(folder: Path, names: Iterable[str]) -> Iterator[tuple[Kind, Job]]:
@@ -91,14 +76,10 @@ def resumed(folder: Path, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Ki
         yield KINDS[reader], (f"{saver}, {reader}", config, str(path))
 
 
-@pytest.mark.parametrize(
-    "pairs",
-    [SOME, pytest.param([*BY_PLAIN, *RING], marks=pytest.mark.slow)],
-    ids=["some", "by plain and in a ring"],
-)
+@pytest.mark.parametrize("pairs", [SOME, pytest.param(RING, marks=pytest.mark.slow)], ids=["some", "in a ring"])
 def test_the_bits_of_one_rank(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
-    whole = trained(begun(tmp_path, dict.fromkeys(["plain", *(saver for saver, _ in pairs)])))
-    found, plainly = trained(resumed(tmp_path, pairs)), whole["plain"]["end"]
+    whole = in_worlds(begun(tmp_path, dict.fromkeys(["plain", *(saver for saver, _ in pairs)])))
+    found, plainly = in_worlds(resumed(tmp_path, pairs)), whole["plain"]["end"]
     wrong = [name for name, run in whole.items() if not same(name, run["end"], plainly)]
     for saver, reader in pairs:
         run = found[f"{saver}, {reader}"]

@@ -14,11 +14,10 @@ from deepstow.trainer.model import attention, sparse_mask
 from deepstow.trainer.planning.facts import count_model
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import causal
-from tests.helpers.tiny import LLAMA, run_config
+from tests.helpers.tiny import run_config
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
 WINDOW, SINK = 3, 2
-KERNELS = ["sdpa", "sdpa_varlen"]
 TOLERANCE = 1e-5  # of the largest logit or gradient, in fp32: sums in another order
 
 
@@ -81,9 +80,10 @@ def worst(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("sink", [0, SINK])
+@pytest.mark.parametrize(
+    ("kernel", "packing", "sink"),
+    [("sdpa", True, SINK), ("sdpa", False, 0), ("sdpa_varlen", True, 0), ("sdpa_varlen", False, SINK)],
+)
 def test_it_is_a_softmax_over_what_is_named(
     kernel: str, packing: bool, sink: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +124,7 @@ def test_blocks_are_those_that_are_named(packing: bool, blocks: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("packing", "blocks"), [(True, {}), (False, {}), *BLOCKS])
+@pytest.mark.parametrize(("packing", "blocks"), [(True, {}), *BLOCKS[1:]])
 def test_flex_attention_has_the_same_mask(packing: bool, blocks: Any) -> None:
     """Forward alone: torch has no backward of it on a CPU."""
     given, kernels = batch(packing=packing), ("sdpa", "flex_attention")
@@ -153,8 +153,7 @@ def test_generation_sees_what_training_sees(kernel: str, blocks: Any) -> None:
             assert int(told) == int(made[0, 3 + length])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(("kernel", "recomputed"), [("sdpa", True), ("sdpa_varlen", False)])
 def test_bits_of_plain_training(kernel: str, recomputed: bool) -> None:
     batches = [batch(packing=True)] * 2 * STEPS
     how: dict[str, Any] = {"accumulation": 2, "max_norm": 0.05}
@@ -164,25 +163,6 @@ def test_bits_of_plain_training(kernel: str, recomputed: bool) -> None:
     assert (
         differences(expected, stowed(ours, plan_of(ours, **how, **LAYOUTS["host, travelling"]), batches, **how)) == []
     )
-
-
-def counted(kernel: str | None, length: int, config: Any = LLAMA, **mask: int) -> int:
-    """Saved bytes of the second block."""
-    options: dict[str, Any] = {"attention_mask": mask} if mask else {}
-    options |= {"attn_implementation": kernel} if kernel else {}
-    config = run_config(config, model=options, data={"packing": True, "max_length": length})
-    return count_model(config).units[1].saved_bytes
-
-
-@pytest.mark.slow
-def test_the_plan_counts_what_a_block_saves() -> None:
-    """A window in blocks grows with the row, a mask for every pair with its square; flex has no mask of pairs."""
-    mask, short, long = {"window": 64, "sink": 4}, 2048, 4096
-    grows = {
-        kernel: counted(kernel, long, **mask) / counted(kernel, short, **mask)
-        for kernel in (*KERNELS, "flex_attention")
-    }
-    assert grows["sdpa_varlen"] < 2.1 and grows["flex_attention"] < 2.1 and grows["sdpa"] > 2.5, grows
 
 
 def refused(config: Any, **options: Any) -> str:
@@ -196,7 +176,6 @@ def refused(config: Any, **options: Any) -> str:
     ("config", "expected"),
     [
         ({"model_type": "mistral", **SIZES, "sliding_window": 4}, "layers of this model have masks of their own"),
-        ({"model_type": "gemma3_text", **SIZES, "head_dim": 8}, "layers of this model have masks of their own"),
         ({"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4}, "bloom"),
         (
             {"model_type": "falcon", "hidden_size": 32, "num_attention_heads": 4},

@@ -5,6 +5,7 @@ name nor what it does. Bits are compared where BITWISE is declared; otherwise th
 ranks hold a copy of the model together, plain training is on as many ranks as there are copies.
 """
 
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
@@ -20,9 +21,11 @@ from deepstow.strategies.core.facts import RunFacts
 from deepstow.strategies.core.protocol import Parity, Phase, Strategy
 from deepstow.strategies.core.registry import available, find
 from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.planning.facts import run_facts
 from deepstow.trainer.verify.verify import compare, shrink, train, without_strategies
+from tests.helpers.moves import forget_run
 from tests.helpers.releases import is_refused, needs, needs_stage_3
 from tests.helpers.tiny import run_config
 from tests.helpers.worlds import run_counted
@@ -114,17 +117,61 @@ def declared(strategy: Strategy, run: RunFacts, case: str) -> Parity:
     return strategy.parity(replace(run, max_grad_norm=0.0) if case == NEVER_CLIPS else run)
 
 
+def one_by_one(ranks: Ranks, configs: Mapping[str, RunConfig]) -> dict[str, Any]:
+    """The weights that each trains in the same ranks, or why not."""
+    found: dict[str, Any] = {}
+    for name, config in configs.items():
+        try:
+            found[name] = train(ranks, config)["weights"]
+        except Exception:
+            found[name] = traceback.format_exc()
+        forget_run()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``one_by_one`` has of the tests that were asked for. After ``tensor`` DeepSpeed divides all models of a
+    process, so each such run has ranks of its own.
+    """
+    worlds: dict[str, dict[str, RunConfig]] = {}
+    for item in request.session.items:
+        skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
+        given = getattr(item, "callspec", None)
+        if item.path == request.path and given and not skipped:
+            case, strategies = asked(given.params)
+            config = config_of(case, strategies, tmp_path_factory.mktemp("run"))
+            worlds.setdefault(given.id if "tensor" in strategies else "", {})[given.id] = config
+    found: dict[str, Any] = {}
+    for configs in worlds.values():
+        found |= run_counted(RANKS, one_by_one, configs, timeout_s=300 + 30 * len(configs))
+    return found
+
+
+def asked(params: Mapping[str, Any]) -> tuple[str, dict[str, Strategy]]:
+    """The case and the strategies of a test."""
+    if "names" in params:
+        return NEVER_CLIPS, {name: find(name).model_validate(find(name).examples[-1]) for name in params["names"]}
+    return params["case"], {params["name"]: find(params["name"]).model_validate(params["options"])}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "options", "case"), alone())
-def test_alone(name: str, options: Mapping[str, Any], case: str, tmp_path: Path) -> None:
-    equal(case, {name: find(name).model_validate(options)}, tmp_path)
+def test_alone(
+    name: str, options: Any, case: str, trained: Any, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    equal(*asked({"name": name, "options": options, "case": case}), tmp_path, trained[request.node.callspec.id])
 
 
-def equal(case: str, strategies: Mapping[str, Strategy], folder: Path) -> None:
-    """Whether training with ``strategies`` is as equal to plain training as they declare."""
+def equal(case: str, strategies: Mapping[str, Strategy], folder: Path, weights: Any = None) -> None:
+    """Whether training with ``strategies`` is as equal to plain training as they declare; ``weights``: what they have
+    trained, or why they have not.
+    """
     config = config_of(case, strategies, folder)
     run = run_facts(config, RANKS)
-    found = compare(plain(case, folder, strategies), run_counted(RANKS, train, config)["weights"])
+    weights = weights or run_counted(RANKS, train, config)["weights"]
+    assert isinstance(weights, dict), weights
+    found = compare(plain(case, folder, strategies), weights)
     parity = max((declared(each, run, case) for each in strategies.values()), key=lambda each: each.tolerance)
     if parity.tolerance == 0.0:
         assert found == []
@@ -154,9 +201,9 @@ def together() -> Iterator[Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("names", together())
-def test_together(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_together(names: tuple[str, ...], trained: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Strategies that go together train as each alone."""
-    equal(NEVER_CLIPS, {name: find(name).model_validate(find(name).examples[-1]) for name in names}, tmp_path)
+    equal(*asked({"names": names}), tmp_path, trained[request.node.callspec.id])
 
 
 @pytest.mark.ranks

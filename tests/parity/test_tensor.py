@@ -26,7 +26,7 @@ from deepstow.trainer.run import building
 from deepstow.trainer.run.export import export
 from deepstow.trainer.run.plan_check import count_saved
 from deepstow.trainer.verify.verify import compare, full_weights
-from tests.helpers.moves import ROWS, Kind, forget_run, made, made_run
+from tests.helpers.moves import UNEVEN, Kind, forget_run, made, made_run
 from tests.helpers.releases import needs_to_return
 from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB, run_config
 from tests.helpers.worlds import run_counted
@@ -38,10 +38,6 @@ SGD: Mapping[str, Any] = {
     "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.05, "save_strategy": "no", "warmup_steps": 0,
     "gradient_accumulation_steps": 2, "weight_decay": 0.0,
 }  # fmt: skip
-UNEVEN = [
-    {"input_ids": row["input_ids"], "labels": [-100] * (5 * number % 11) + row["labels"][5 * number % 11 :]}
-    for number, row in enumerate(ROWS)
-]
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {**LLAMA, "attention_bias": True, "mlp_bias": True, "vocab_size": VOCAB + 1},  # an odd head
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 4},
@@ -93,8 +89,8 @@ def same(plain: dict[str, Any], found: dict[str, Any]) -> None:
     assert min(plain["grad_norm"]) > 10 * SGD["max_grad_norm"], "clipping has to trigger"
 
 
-# Mistral and Qwen 2 are divided as Llama is.
-@pytest.mark.parametrize(("model", "stage"), [("llama", 0), ("opt", 2), ("qwen3", 1)])
+# Mistral and Qwen 2 are divided as Llama is; Qwen 3 is in ``test_tensor_chunks.py``.
+@pytest.mark.parametrize(("model", "stage"), [("llama", 0), ("opt", 2)])
 def test_as_plain(model: str, stage: int, tmp_path: Path) -> None:
     options = {"tensor": {"degree": 2}, "zero": {"stage": stage}}
     plain = run_world(1, trained, Kind(1, {}, SGD, MODELS[model]).config(tmp_path, STEPS))
@@ -171,37 +167,6 @@ def test_what_is_kept_of_a_block(tmp_path: Path) -> None:
         assert each["kept"] == pytest.approx(each["planned"], abs=8), name
     assert found["selective"]["operators"] == [7, 7, 7] and sum(found["auto"]["operators"]) > 0
     assert found["host"]["kept"] < found["selective"]["kept"] < found["none"]["kept"] > found["auto"]["kept"]
-
-
-def in_stages(ranks: Ranks, configs: Sequence[Any]) -> list[dict[str, Any]]:
-    """``trained`` of each config, one behind the other in the same ranks, and how many operators blocks keep."""
-    found = []
-    for config in configs:
-        run = made_run(ranks, config, some=UNEVEN)
-        if config.strategies["recompute"].policy == "auto":
-            run = replace(run, plan=of_little_memory(run))
-        found.append({**results(ranks, building.make_trainer(run)), "operators": operators_kept(run.plan)})
-        forget_run()
-    return found
-
-
-@pytest.mark.slow
-def test_in_stages(tmp_path: Path) -> None:
-    """Pipeline 2 x tensor 2: the bits of tensor 2, which ``test_as_plain`` compares with plain training; also where
-    blocks keep sums of products, of several micro-batches at a time.
-    """
-    options, model = {"tensor": {"degree": 2}, "zero": {"stage": 0}}, {**MODELS["llama"], "num_hidden_layers": 4}
-    policies = [{"recompute": {"policy": policy}} for policy in ("none", "selective", "auto")]
-    kinds = [Kind(4, {**options, **STAGES, **each}, SGD, model) for each in policies]
-    alone = run_counted(2, trained, Kind(2, options, SGD, model).config(tmp_path, STEPS))
-    every = run_counted(4, in_stages, [kind.config(tmp_path, STEPS) for kind in kinds])
-    for found in every:
-        assert compare(alone["weights"], found["weights"]) == []
-        assert all(alone[key] == found[key] for key in ("loss", "grad_norm"))
-        assert found["apart"] == [] and len(found["whole"]) > 3
-        assert sum(found["elements"]) == sum(alone["elements"]) and found["elements"][0] == found["planned"]
-    none, selective, auto = (found["operators"] for found in every)
-    assert (none, selective) == ([], [7, 7]) and sum(auto) > 0
 
 
 def adapted(ranks: Ranks, config: Any, again: Any) -> dict[str, Any]:
@@ -334,12 +299,9 @@ def with_dropout(ranks: Ranks, config: Any) -> dict[str, Any]:
         trainer.accelerator.free_memory()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "others"), [pytest.param(2, {}), pytest.param(4, STAGES, marks=pytest.mark.slow)], ids=["", "in stages"]
-)
-def test_dropout_keeps_ranks_together(ranks: int, others: Mapping[str, Any], tmp_path: Path) -> None:
+def test_dropout_keeps_ranks_together(tmp_path: Path) -> None:
     """Between layers and inside attention, recomputed: what is not divided stays equal, and so do the generators."""
     model = {**OPT, "dropout": 0.1, "attention_dropout": 0.3}
-    kind = Kind(ranks, {"tensor": {"degree": 2}, **others}, {**SGD, "gradient_checkpointing": True}, model)
-    found = run_counted(ranks, with_dropout, kind.config(tmp_path, STEPS))
+    kind = Kind(2, {"tensor": {"degree": 2}}, {**SGD, "gradient_checkpointing": True}, model)
+    found = run_counted(2, with_dropout, kind.config(tmp_path, STEPS))
     assert found["apart"] == [] and found["drawn alike"]

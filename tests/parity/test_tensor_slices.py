@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from deepstow.strategies.engine.forward.checkpointing import checkpoint_blocks
 from deepstow.strategies.parallel import autotp, scattered, tensor_shards
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
-from deepstow.trainer.run.export import export
-from deepstow.trainer.verify.verify import compare, full_weights
-from tests.helpers.moves import Kind, different, far, forget_run, made, run
-from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
+from deepstow.trainer.verify.verify import compare
+from tests.helpers.moves import Kind
+from tests.helpers.tiny import QWEN3, VOCAB
 from tests.helpers.worlds import run_counted
 from tests.parity.test_tensor import (
     LLAMA3,
@@ -24,11 +22,8 @@ from tests.parity.test_tensor import (
     SGD,
     STEPS,
     TOLERANCE,
-    UNEVEN,
     in_fp64_with_biases,
     kept,
-    of_ranks,
-    same,
     step_of_both,
     trained,
 )
@@ -94,43 +89,3 @@ def test_in_slices(tmp_path: Path) -> None:
             assert compare(found["none"]["weights"], each["weights"]) == [], name
     assert found["full"]["kept"] < found["selective"]["kept"] < found["none"]["kept"] < 0.8 * found["whole"]["kept"]
     assert max(fp64.values()) < 1e-14, fp64
-
-
-@pytest.mark.slow
-def test_two_copies(tmp_path: Path) -> None:
-    """Four ranks as tensor 2 x data 2, as two ranks of plain training; ranks of one copy have the same bits."""
-    plain = run_counted(2, trained, Kind(2, {}, SGD, QWEN3).config(tmp_path, STEPS))
-    found = run_counted(4, trained, Kind(4, {**SLICES, "zero": {"stage": 2}}, SGD, QWEN3).config(tmp_path, STEPS))
-    same(plain, found)
-    assert found["apart"] == [] and len(found["whole"]) > 3
-
-
-def exported(ranks: Ranks, config: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The weights that ``config`` trains with evaluations and a sample in between, those of its export, and ranks."""
-    trainer = made(ranks, config, some=UNEVEN)
-    trainer.train()
-    weights = full_weights(trainer, ranks)
-    export(trainer, trainer.processing_class, config)
-    file = load_file(Path(config.training.output_dir) / "export/model.safetensors") if ranks.is_first else {}
-    sides = of_ranks(trainer)
-    forget_run()
-    return weights, file, sides
-
-
-@pytest.mark.slow
-def test_resumed_and_exported(tmp_path: Path) -> None:
-    """With AdamW: the same bits from a checkpoint; rounding where slices, or ranks, are given up."""
-    kind, moved = Kind(2, SLICES, {"gradient_accumulation_steps": 2}), [Kind(2, SLICES), Kind(1)]
-    moved = [Kind(each.ranks, each.strategies, kind.training) for each in moved]
-    first = run(kind, tmp_path / "first", STEPS)
-    for number, each in enumerate(moved):
-        found = run(each, tmp_path / str(number), STEPS, tmp_path / "first" / "checkpoint-2")
-        assert different(first["saved at 2"], found["start"]) == [] != different(found["start"], found["end"])
-        if number == 0:
-            assert different(first["end"], found["end"]) == []
-        else:
-            assert far(first["end"], found["end"], 2e-2) == []
-    more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "warmup_steps": 0}
-    weights, file, sides = run_counted(2, exported, Kind(2, SLICES, more, LLAMA).config(tmp_path / "export", 2))
-    assert sides["apart"] == [] and weights.keys() == file.keys()
-    assert all(torch.equal(weights[name], value) for name, value in file.items())

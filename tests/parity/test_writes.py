@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, parametrize
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.models import Net, build
@@ -136,13 +136,6 @@ def rows_zero(model: Any, optimizer: Any) -> None:
     model.get_parameter(UP).grad[torch.arange(48) % 2 == 0] = 0.0
 
 
-def noisy(model: Any, optimizer: Any) -> None:
-    numbers = torch.Generator().manual_seed(4)
-    each(lambda param: param.grad.add_(torch.randn(param.shape, generator=numbers).to(param.device), alpha=1e-3))(
-        model, optimizer
-    )
-
-
 def looks(model: Any, optimizer: Any) -> list[Tensor]:
     return [param.grad + 0.0 for param in model.parameters() if param.grad is not None]
 
@@ -177,10 +170,8 @@ def unscaling(*order: str) -> Script:
 GRADIENTS: dict[str, Script] = {
     "a third, then ours": one_after_another(scaled(1 / 3), ours),
     "a number that changes": one_after_another(by_a_number_that_changes),
-    "ours twice": one_after_another(ours, lambda _, optimizer: float(optimizer.clip_grad_norm_(NORM / 3))),
     "ours, then not": one_after_another(ours, lambda _, optimizer: float(optimizer.clip_grad_norm_(torch.inf))),
     "torch's, then ours": one_after_another(torchs, ours),
-    "ours, then torch's": one_after_another(ours, torchs),
     "ours, by value, scaled, torch's": one_after_another(ours, by_value, scaled(3), torchs),
     "in two groups": one_after_another(in_two_groups),
     "decayed by layer, then ours": one_after_another(decayed_by_layer, ours),
@@ -192,21 +183,13 @@ GRADIENTS: dict[str, Script] = {
     "decay": one_after_another(each(lambda param: param.grad.add_(param, alpha=0.1)), ours),
     "data": one_after_another(each(lambda param: param.grad.data.detach().add_(0.1).mul_(0.5))),
     "assigned": one_after_another(each(lambda param: setattr(param, "grad", param.grad * 0.3 + 0.1)), ours),
-    "divided by 3": one_after_another(each(lambda param: param.grad.div_(3)), ours),
     "out": one_after_another(each(lambda param: torch.mul(param.grad, 0.3, out=param.grad)), ours),
     "a custom operator": one_after_another(each(lambda param: scale(param.grad, 0.3)), ours),
-}  # fmt: skip
-# These do not multiply, so that the step clips as planned.
-CLIPPED_AS_PLANNED: dict[str, Script] = {
-    "by value": one_after_another(by_value),
-    "noise": one_after_another(noisy),
-    "relu, in place": one_after_another(each(lambda param: functional.relu(param.grad, inplace=True))),
 }  # fmt: skip
 UNSCALED: dict[str, Script] = {
     ", ".join(order): unscaling(*order)
     for order in (
-        ("unscale", "a third", "ours"), ("a third", "unscale", "torch's"), ("unscale", "ours", "a third"),
-        ("ours", "unscale"), ("a third", "ours"), ("torch's", "unscale", "ours"),
+        ("unscale", "a third", "ours"), ("a third", "unscale", "torch's"), ("torch's", "unscale", "ours"),
     )
 }  # fmt: skip
 RAW: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -220,26 +203,15 @@ RAW: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("idiom", GRADIENTS)
 def test_gradients(idiom: str) -> None:
-    both_sides(net, GRADIENTS[idiom], PLANS.values(), clips=True, max_norm=NORM, transfer=Transfer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("idiom", CLIPPED_AS_PLANNED)
-def test_gradients_that_the_step_clips(idiom: str) -> None:
-    for norm in (0.0, NORM):
-        both_sides(net, CLIPPED_AS_PLANNED[idiom], PLANS.values(), max_norm=norm, transfer=Transfer)
+    """In every other plan in turn."""
+    plans = list(PLANS.values())[list(GRADIENTS).index(idiom) % 2 :: 2]
+    both_sides(net, GRADIENTS[idiom], plans, clips=True, max_norm=NORM, transfer=Transfer)
 
 
 @pytest.mark.parametrize("idiom", UNSCALED)
 def test_gradients_of_a_scaled_loss(idiom: str) -> None:
     how: dict[str, Any] = {"clips": True, "max_norm": NORM, "fused": False, "transfer": Transfer}
     both_sides(net, UNSCALED[idiom], [PLANS["device"], PLANS["streamed"]], **how)
-
-
-@pytest.mark.parametrize("idiom", RAW)
-def test_gradients_that_are_written_unseen(idiom: str) -> None:
-    write, line = RAW[idiom]
-    refused(net, training(lambda model, _: write(model.embed.weight.grad)), line, PLANS["streamed"])
 
 
 def test_gradients_where_updates_begin_in_backward() -> None:
@@ -283,16 +255,16 @@ def of_two_weights(model: Any, optimizer: Any) -> None:
     one.grad, other.grad = other.grad, one.grad
 
 
-def test_assigning_what_stands_for_a_gradient() -> None:
+def of_another_shape(model: Any, optimizer: Any) -> None:
+    model.embed.weight.grad = torch.ones(1)
+
+
+def test_gradients_that_are_refused() -> None:
+    for write, line in RAW.values():
+        refused(net, training(lambda model, _, write=write: write(model.embed.weight.grad)), line, PLANS["streamed"])
     refused(net, training(assigned_again), "come from backward only", PLANS["streamed"])
     refused(net, training(of_two_weights), r"assign a clone\(\)", PLANS["streamed"])
-
-
-def test_a_gradient_of_another_shape() -> None:
-    def script(model: Any, optimizer: Any) -> None:
-        model.embed.weight.grad = torch.ones(1)
-
-    refused(net, training(script), "assigned to a parameter that is", PLANS["streamed"])
+    refused(net, training(of_another_shape), "assigned to a parameter that is", PLANS["streamed"])
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -350,11 +322,7 @@ def another(name: str, register: Callable[[nn.Module, str, nn.Parameter], object
     return write
 
 
-OTHERS = (
-    "device, travelling",
-    "host",
-    "streamed, waits there",
-)  # than "device", where the home is a weight's only memory
+OTHERS = ("device, travelling", "host", "streamed, waits there")  # than "device", a weight's only memory
 AWAY = "written to in place; write under|on a parameter that is away; write under"
 SHOWN = "on what a stowed parameter shows; write under"
 PLANNED = "whose memory is planned; write under|memory of a stowed model is planned; write under"
@@ -363,9 +331,7 @@ WRITES: dict[str, tuple[Script, str]] = {
     "mul_": (to_parameter(lambda param: param.mul_(0.5)), AWAY),
     "out": (to_parameter(lambda param: torch.mul(param, 0.5, out=param)), AWAY),
     "a list": (to_parameter(lambda param: torch._foreach_lerp_([param], [numbers(param)], 0.3)), AWAY),
-    "a packet": (to_parameter(lambda param: torch.ops.aten.mul_(param, 0.5)), AWAY),
     "a custom operator": (to_parameter(lambda param: scale(param, 0.5)), AWAY),
-    "relu, in place": (to_parameter(lambda param: functional.relu(param, inplace=True)), AWAY),
     "renormed": (
         to("embed.weight", UP)(lambda param: functional.embedding(torch.arange(9), param, max_norm=0.1)),
         "written to in place; write under|a function wrote to a copy of a parameter that travels; write under",
@@ -380,7 +346,6 @@ WRITES: dict[str, tuple[Script, str]] = {
 }  # fmt: skip
 NEVER: dict[str, tuple[Script, str]] = {
     "data.mul_": (to_parameter(lambda param: param.data.mul_(0.5)), SHOWN),
-    "data, a custom operator": (to_parameter(lambda param: scale(param.data, 0.5)), SHOWN),
     "data, renormed": (
         to_parameter(lambda param: functional.embedding(torch.arange(9), param.data, max_norm=0.1)), SHOWN,
     ),
@@ -398,7 +363,6 @@ NEVER: dict[str, tuple[Script, str]] = {
     "swap_tensors": (
         to_parameter(lambda param: torch.utils.swap_tensors(param, nn.Parameter(numbers(param)))), "has weakref",
     ),
-    "another parameter": (another(FROZEN, setattr), "is not in the optimizer"),
     "another frozen parameter": (another(FROZEN, setattr, False), "is not the one that was stowed"),
     "assign=True": (lambda m, _: m.load_state_dict(m.state_dict(), assign=True), "copy instead"),
     "untyped_storage()": (to_parameter(lambda param: param.untyped_storage().fill_(0)), RAW_MEMORY),
@@ -424,14 +388,12 @@ def test_a_momentum_encoder() -> None:
 @pytest.mark.parametrize("idiom", NEVER)
 def test_writes_that_no_plan_has_a_place_for(idiom: str) -> None:
     write, line = NEVER[idiom]
-    for plan in ("device", *OTHERS):
+    for plan in ("device", OTHERS[list(NEVER).index(idiom) % 3]):
         refused(net, after_steps(write), line, PLANS[plan], transfer=Transfer())
 
 
 PRESENT: dict[str, Script] = {
     "by functions": to_parameter(lambda param: param.mul_(0.5).add_(numbers(param))),
-    "by a custom operator": to_parameter(lambda param: scale(param, 0.5)),
-    "data =": to_parameter(lambda param: setattr(param, "data", param.data * 0.5)),
     "NumPy": to_parameter(lambda param: param.detach().numpy().__setitem__(3, 0.5)),
     "an address": to_parameter(lambda param: ctypes.memset(param.data_ptr(), 0, param.nbytes) and None),
     "state_dict": lambda model, _: [value.mul_(0.5) for value in model.state_dict().values()] and None,
@@ -441,26 +403,6 @@ PRESENT: dict[str, Script] = {
 @pytest.mark.parametrize("idiom", PRESENT)
 def test_writes_inside_of_present(idiom: str) -> None:
     both_sides(net, after_steps(inside_present(PRESENT[idiom])), [PLANS[plan] for plan in OTHERS], transfer=Transfer)
-
-
-# --- what torch.nn.utils.parametrize assigns --------------------------------------------------------------------------
-
-
-# --- what torch.nn.utils.parametrize assigns --------------------------------------------------------------------------
-
-
-class Parametrized(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.orthogonal(self.layers[2].spare, orthogonal_map="householder")
-
-
-def test_what_parametrize_assigns_is_refused_in_the_engines_words() -> None:
-    def removed(model: Any, optimizer: Any) -> None:
-        parametrize.remove_parametrizations(model.layers[2].spare, "weight", leave_parametrized=True)
-
-    make = partial(build, Parametrized)
-    refused(make, after_steps(removed), r"set_\(\) on a parameter", PLANS["device"], transfer=Transfer())
 
 
 # --- values of state dicts --------------------------------------------------------------------------------------------
@@ -509,9 +451,9 @@ EDITS: dict[str, Script] = {
 
 @pytest.mark.parametrize("idiom", EDITS)
 def test_values_of_state_dicts_that_are_written_to(idiom: str) -> None:
-    both_sides(net, EDITS[idiom], PLANS.values(), transfer=Transfer)
+    both_sides(net, EDITS[idiom], [PLANS[plan] for plan in ("device", *OTHERS)], transfer=Transfer)
     if idiom != "between backward and step":
-        both_sides(low, EDITS[idiom], [PLANS[plan] for plan in ("device", *OTHERS)], transfer=Transfer)
+        both_sides(low, EDITS[idiom], [PLANS[plan] for plan in ("device", "host, travelling")], transfer=Transfer)
 
 
 def held(model: Any, optimizer: Any) -> None:
@@ -550,6 +492,6 @@ def inside_of_a_forward(model: nn.Module, optimizer: Any) -> None:
     model(**BATCHES[7])
 
 
-@pytest.mark.parametrize("plan", ["device", *OTHERS])
+@pytest.mark.parametrize("plan", ["device", "host"])
 def test_values_of_state_dicts_written_inside_of_a_forward(plan: str) -> None:
     refused(net, inside_of_a_forward, r"written to inside of a forward", PLANS[plan], transfer=Transfer())

@@ -33,11 +33,9 @@ TRAVEL: dict[str, dict[str, Any]] = {
 HUB = [("t5", "none"), ("t5 tied", "reentrant"), ("switch", "none")]
 HUB += [("wav2vec2, layerdrop", "later"), ("deberta", "none"), *((kind, "none") for kind in LORA)]
 HAND = [(form, "none") for form in FORMS] + [
-    (form, recompute)
-    for recompute in ("later", "reentrant")
-    for form in ("plain", "handed on", "in pairs", "early")
-    if (form, recompute) not in (("in pairs", "reentrant"), ("early", "reentrant"))  # no gradients in plain training
-] + [("late", "later"), ("dataclass", "later"), ("sealed", "later")]  # fmt: skip
+    ("plain", "reentrant"), ("handed on", "reentrant"), ("in pairs", "later"), ("early", "later"), ("late", "later"),
+    ("sealed", "later"),
+]  # fmt: skip
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{f"{kind}, {recompute}": partial(hub, kind, recompute) for kind, recompute in HUB},
     **{f"{form}, {recompute}": partial(branches, form, recompute) for form, recompute in HAND},
