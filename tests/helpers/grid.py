@@ -24,7 +24,9 @@ TRANSFERS: Mapping[str, type[Transfer]] = {
 }
 
 # Gradients of what is updated on the device have no reason to go down; nothing is fetched early where nothing travels.
+# Which expert gets no token is known only when all have come, and the next bucket needs the place before.
 FORBIDDEN = [
+    (("model", "experts"), ("clip", "passing")),
     (("site", "device"), ("park", "host")),
     *((("weights", "resident"), ("prefetch", ahead)) for ahead in (0, 1, 5)),
 ]
@@ -36,10 +38,6 @@ ENGINE: Mapping[str, Sequence[object]] = {  # what every table has, in this orde
     "clip": ("in-backward", "off", "tight", "loose"),
     "accumulation": (1, 3),
 }
-
-
-# Which expert gets no token is known only when all have come, and the next bucket needs the place before.
-NOT_PASSING = (("model", "experts"), ("clip", "passing"))
 
 
 def _table(*models: str, strength: int = 2, **changes: Sequence[object]) -> Table:

@@ -43,7 +43,7 @@ from tests.helpers import small_runs
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
 from tests.helpers.fakes import GPU
-from tests.helpers.grid import FORBIDDEN, IN_LAYERS, NOT_PASSING, run, title
+from tests.helpers.grid import FORBIDDEN, IN_LAYERS, run, title
 from tests.helpers.models import build, causal, tokens
 from tests.helpers.moves import OFFLOAD, Kind, common_ends, different
 from tests.helpers.pairwise import Row, Table
@@ -55,7 +55,7 @@ COUNT = 4  # micro-batches of a step
 
 
 def rows(strength: int) -> list[Any]:
-    table = Table(IN_LAYERS.factors, [*FORBIDDEN, NOT_PASSING], strength)
+    table = Table(IN_LAYERS.factors, FORBIDDEN, strength)
     return [pytest.param(row, id=title(row)) for row in table.rows()]
 
 

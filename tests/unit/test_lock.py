@@ -1,11 +1,14 @@
 """One run in a folder: who gets the lock, who is refused and how, and what a killed run leaves."""
 
+import ctypes
 import errno
 import fcntl
 import json
 import os
+import platform
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from deepstow.strategies.state import processes
@@ -100,6 +104,26 @@ def test_the_line_names_the_holder_and_a_killed_holder_is_forgotten(tmp_path: Pa
     with held(config):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_killed_holder_whose_threads_have_not_ended_is_waited_for(tmp_path: Path) -> None:
+    """Its first thread has, which is what is seen of it; the kernel keeps its locks until the last one has, too."""
+    config, go = run_config(LLAMA, output_dir=tmp_path), os.pipe()
+
+    def dies_slowly() -> None:
+        os.close(go[1])
+        with held(config):
+            threading.Thread(target=lambda: os._exit(len(os.read(go[0], 1)))).start()
+            ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread
+
+    pid = in_child(dies_slowly)
+    os.close(go[0])
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    threading.Timer(0.2, os.close, [go[1]]).start()
+    with held(config):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert code_of(pid) == 0
 
 
 def holder(config: Any, *, forks: bool = False) -> tuple[int, int]:

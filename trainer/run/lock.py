@@ -46,6 +46,7 @@ UNSUPPORTED = frozenset([errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIN
 TOUCHED_S = 10.0  # between two touches of the holder
 LOOKS = 2  # of the holder's in which the folder is another one, before it believes that
 WATCHED_S = 90.0  # network file systems show a new time up to a minute later
+ENDING_S, LOOK_S = 30.0, 0.05  # for how long a killed process may be about to go, with its memory, and its locks
 
 
 class Holder(NamedTuple):
@@ -111,7 +112,7 @@ def _folder_held(config: RunConfig) -> Iterator[None]:
     os.register_at_fork(after_in_child=close)
     try:
         for handle in kept:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_folder(handle)
     except BlockingIOError:
         close()
         what = f"in use by another run, whose {NAME} was removed; wait for it, or name another folder"
@@ -124,6 +125,18 @@ def _folder_held(config: RunConfig) -> Iterator[None]:
         for handle in kept:
             fcntl.flock(handle, fcntl.LOCK_UN)  # also of a copy in a process that was forked just now
         close()
+
+
+def _lock_folder(handle: int) -> None:
+    """Raise BlockingIOError if another process has it, and is not one that has just given the file's lock back."""
+    end_s = time.monotonic() + 20 * LOOK_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(LOOK_S)
 
 
 def _watch(handle: int, folder: Path, own: os.stat_result, over: threading.Event, lost: Callable[[str], None]) -> None:
@@ -159,6 +172,7 @@ def _is_touched(handle: int) -> bool:
 
 def _take(config: RunConfig, path: Path) -> tuple[int, str]:
     """The descriptor that holds the lock on ``path``, and what is in it: our name."""
+    end_s = time.monotonic() + ENDING_S
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -177,7 +191,11 @@ def _take(config: RunConfig, path: Path) -> tuple[int, str]:
             works = _lock(handle)
             found = read(os.pread(handle, 4096, 0))
             if works is None:
-                raise _refused(config, path, found)
+                if found is None or _may_live(found) or time.monotonic() > end_s:
+                    raise _refused(config, path, found)
+                os.close(handle)
+                time.sleep(LOOK_S)
+                continue
             if not _is_at(handle, path):  # the former holder has just removed it
                 os.close(handle)
                 continue
@@ -219,6 +237,11 @@ def _lock(handle: int) -> bool | None:
             return False
         raise
     return True
+
+
+def _may_live(holder: Holder) -> bool:
+    """Whether it is not known to have been killed: its threads may end later, and its locks with the last one."""
+    return holder.host != socket.gethostname() or lives(holder.pid, holder.start)
 
 
 def _is_at(handle: int, path: Path) -> bool:
