@@ -12,7 +12,7 @@ PINS   ?=
 PART   ?= 1
 CASES  ?=
 
-.PHONY: help setup train finetune test test-all test-torchao test-liger test-cuda faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare coverage wheel clean
+.PHONY: help setup train finetune test smoke test-all test-torchao test-liger test-cuda faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare coverage wheel clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -37,6 +37,17 @@ test: $(READY) ## the tests, in five processes; the twenty slowest of each part 
 	@OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --dist loadfile --durations=20 > build/accelerator.txt 2>&1 & beside=$$!; \
 	$(PYTEST) $(PARTS) -m "not slow"; others=$$?; \
 	wait $$beside; code=$$?; cat build/accelerator.txt; exit $$((others | code))
+
+# Of the unit tests all files but those that plan whole models or start commands; of the others those that say most in a second.
+COSTLY := apart at_once bad_folders bench block_timing blocks chat count_cache data_packing data_report docs earlier experts \
+  export facts fit foreign_files frozen gpu_check hybrid_command hybrid_search importing init keep_or_offload kernel_choice \
+  liger loading model_config nonfinite one_allocator parts picture plan_for planner_keep private_methods profile prune \
+  published_choices qat ranks rates recompute refusals resume_keys run_budget saved_adapter scheduler_examples sealing sequence \
+  short_plan stopping tasks tensor trackers trainer two_doors verify watchdog
+SMOKE  := $(filter-out $(COSTLY:%=tests/unit/test_%.py),$(wildcard tests/unit/test_*.py)) \
+  $(addprefix tests/parity/test_,activations.py engine_random.py)
+smoke: $(READY) ## what most mistakes break, in a minute
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m "not slow and not ranks" $(SMOKE)
 
 test-all: $(READY) ## the slower tests that make test leaves out
 	$(PYTEST) $(PARTS) -m "slow and not rare"

@@ -21,7 +21,7 @@ import json, os, pathlib, signal, sys, time
 here, rank = pathlib.Path(__file__).parent, int(os.environ["RANK"])
 got = []
 for each in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(each, lambda number, frame: (got.append(number), (here / f"got-{rank}").write_text(str(number))))
+    signal.signal(each, lambda number, frame: (got.append(number), (here / f"got-{rank}").write_text(str(got[0]))))
 (here / f"told-{rank}.tmp").write_text(json.dumps(dict(os.environ)))
 (here / f"told-{rank}.tmp").rename(here / f"told-{rank}")
 codes = [int(each) for each in sys.argv[1:]]
