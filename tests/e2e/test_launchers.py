@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.commands import PYTHON, TRAIN, Result, Server, digest, launcher, run, started, write_config
+from tests.e2e.commands import PYTHON, TRAIN, Result, Server, digest, launcher, metrics, run, started, write_config
 from tests.e2e.interrupted import until
 from tests.helpers.releases import HIGHEST_STAGE
 
@@ -97,6 +97,22 @@ def test_every_line_is_ours_or_the_launchers(finished: Finished) -> None:
     ours = [line for line in finished.lines if line.startswith(("export:", "run folder:", "curves:", "next:"))]
     assert [line.split()[0] for line in ours] == ["export:", "run", "curves:", "next:"]
     assert str(finished.folder) in ours[-1]
+
+
+def test_the_run_folder(finished: Finished) -> None:
+    folder = finished.folder
+    for name in ("config.yaml", "facts.json", "plan.json", "plan.txt", "ds_config.json", "metrics.jsonl"):
+        assert (folder / name).is_file(), name
+    assert (folder / f"checkpoint-{STEPS}" / "manifest.json").is_file()
+    assert list((folder / "runs").glob("*/events.out.tfevents.*"))
+    assert "predicted peak per rank, " in (folder / "plan.txt").read_text()
+    assert {path.name for path in (folder / "export").iterdir()} >= {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    records = metrics(folder)
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, STEPS + 1))
+    before, after = (record for record in records if "eval_loss" in record)
+    assert (before["step"], after["step"]) == (0, STEPS) and after["eval_loss"] < before["eval_loss"]
 
 
 def test_all_train_the_same_weights(finished: Finished, server: Server, tmp_path: Path) -> None:

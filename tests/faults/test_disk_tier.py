@@ -110,7 +110,7 @@ def test_a_frozen_base(server: Server, tmp_path: Path) -> None:
     config = config_in(tmp_path / "one", {"offload": offload} | zero, save_steps=4, **usual)
     job = start(server, 2, config, lora)
     until(lambda: 4 in checkpoints(config), job, "saved", 120.0)
-    frozen = "frozen weights, read in forward and in backward"
+    frozen = " of 2 ranks' frozen weights, read in forward and in backward"
     assert frozen in (config.parent / "run" / "plan.txt").read_text()
     os.truncate(file_of(job, disk), 0)
     ended = job.wait()

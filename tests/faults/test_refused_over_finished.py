@@ -89,6 +89,7 @@ OVERRIDES = {
     "no hub": (["training.push_to_hub=true"], "training.push_to_hub = true: the hub cannot be reached"),
     "other layers": ([AUTO, "model.config.num_hidden_layers=2"], "model.config.num_hidden_layers = 2: "),
     "other rows": ([AUTO, "data.max_length=16"], "allow it with training.allow_change: [max_length]"),
+    "no such checkpoint": (["training.resume_from_checkpoint=no/checkpoint-3"], "there is no such folder"),
     "no rows": ([FRESH, "data.path=absent.jsonl"], "data.path: absent.jsonl does not exist"),
     "another tokenizer": (
         [FRESH, "model.tokenizer.vocab_size=400", "prune={method: magnitude, sparsity: 0.5, modules: [none]}"],

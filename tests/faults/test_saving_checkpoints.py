@@ -78,10 +78,15 @@ def resumed_at(run: Path) -> int:
     return found.step
 
 
-def test_an_end_at_any_operation_leaves_a_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a new step", "a step that is there"]
+)
+def test_an_end_at_any_operation_leaves_a_good_checkpoint(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process is killed; and in a copy of its folder the power was cut, so that what was not synced is empty."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # the disk is not turned off here
-    new = 20
+    new = 10 if again else 20
     killed, cut = set[int](), set[int]()
     for number in range(1, MOST):
         run, copy = tmp_path / f"{number}-killed", tmp_path / f"{number}-cut"
@@ -130,7 +135,7 @@ def test_a_disk_that_is_full_at_any_operation(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in run.iterdir()] == ["checkpoint-30"]
 
 
-@pytest.mark.parametrize(("value", "finite"), [(1.0, True), (float("-inf"), False)])
+@pytest.mark.parametrize(("value", "finite"), [(1.0, True), (float("nan"), False), (float("-inf"), False)])
 def test_values_that_are_not_finite_are_found_in_the_files(value: float, finite: bool, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file

@@ -34,6 +34,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"site": "host", "weights": "streamed", "prefetch": 2},
     {"site": "streamed", "weights": "streamed", "prefetch": 1},
     {"site": "streamed", "weights": "streamed", "gradients": "host"},
+    {"site": "streamed"},
 )
 LEAST: dict[str, Any] = {"gpu_memory": "least"}  # embedding and head travel, and their gradients have no slots
 MODELS: Mapping[str, dict[str, Any]] = {

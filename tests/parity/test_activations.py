@@ -286,6 +286,7 @@ SHAPES: Mapping[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(3, 4, 5).transpose(0, 2),
     "channels last": lambda: torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     "one in the middle": lambda: torch.randn(3, 1, 4)[:, :1],
+    "part of a larger one": lambda: torch.randn(8, 4)[2:5],
     "scalar": lambda: torch.tensor(3.0),
     "empty": lambda: torch.empty(5, 0),
     "boolean": lambda: torch.rand(7) > 0.5,

@@ -26,7 +26,7 @@ from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.run.plan_check import count_saved
 from deepstow.trainer.run.task_trainer import options
-from tests.helpers.doubles import Vacant
+from tests.helpers.doubles import RaceDetector, Vacant
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Net, build, tokens
 from tests.helpers.tiny import run_config
@@ -74,6 +74,19 @@ def test_bits_of_plain_compiled_blocks(layout: str, dtype: torch.dtype, policy: 
     found = stowed(model, plan, batches, accumulation=2, max_norm=0.05, transfer=Vacant())
     assert differences(expected, found) == []
     assert graphs() == 1
+
+
+def test_no_race_and_nothing_unannounced() -> None:
+    model = made(Net, "aot_eager")
+    optimizer = stow(model, plan_of(model, **LAYOUTS["mixed"]), transfer=RaceDetector())
+    for batch in tokens("llama", STEPS):
+        loss = model(**batch).loss
+        assert all(type(param) is not nn.Parameter for param in model.parameters()), "as the engine had them"
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.engine.unannounced == 0
+    assert optimizer.engine.transfer.races == []  # type: ignore[attr-defined]
 
 
 def test_eager_without_gradients() -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import PAGE_BYTES
-from deepstow.strategies.core.on_disk import disk_bytes
+from deepstow.strategies.core.layout import PAGE_BYTES, Layout
+from deepstow.strategies.core.on_disk import disk_bytes, pieces_on_disk
 from deepstow.strategies.core.protocol import MemoryRefusal
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, slots, stow
 from deepstow.strategies.engine.memory import disk_state, scratch_file, tiers
@@ -26,6 +26,7 @@ from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile
 from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.strategies.engine.transfer.transfer import Transfer
+from deepstow.strategies.planner import places
 from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
@@ -158,6 +159,25 @@ def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
     ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
     batches = [{"input_ids": ids, "labels": ids}] * 3
     assert differences(plain(made(), batches), stowed(model, plan, batches)) == []
+
+
+@pytest.mark.slow
+def test_two_bytes_per_parameter_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State of embedding and head goes there, too, and its pieces are small beside a bucket."""
+    monkeypatch.setattr(places, "Layout", partial(Layout, window_elements=1024))
+    config = MODELS["llama"] | {"vocab_size": 4096, "tie_word_embeddings": False}
+    facts = plan_for(model := model_of(config).to(BF16).train(), max_grad_norm=1.0, eval_rows=0, batch=(2, 16)).facts
+    number = sum(param.numel() for param in model.parameters())
+    given: Any = {"site": "host", "weights": "streamed", "disk_memory": "64MiB", "host_memory": 5 * number // 2}
+    plan = planned(facts, disk=str(tmp_path), **given)
+    assert plan.layout is not None and all(bucket.on_disk for bucket in plan.layout.buckets)
+    assert [piece.slot for _, piece in pieces_on_disk(plan.layout)][:4] == [0, 1, 2, 0], "one slot for all"
+    with pytest.raises(MemoryRefusal):
+        planned(facts, **given | {"disk_memory": None, "host_memory": 13 * number})
+    ids = torch.randint(0, 4096, (2, 16), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "labels": ids}] * 3
+    expected = plain(model_of(config).to(BF16).train(), batches, max_norm=1.0)
+    assert differences(expected, stowed(model, plan, batches, max_norm=1.0)) == []
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------

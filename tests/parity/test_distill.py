@@ -260,12 +260,14 @@ def test_the_plan_says_what_a_teacher_takes(home: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
+        ({"on": "states"}, 'distill.on = "states": must be one of logits, hidden, both'),
         (
             {"on": "both", "teacher": "wide"},
             "hidden states of {home}/wide have 48 numbers, and the student's 32",
         ),
         ({"on": "hidden", "teacher": {"one": 1, "two": 1}}, "hidden states of several teachers have no average"),
         ({"hidden_weight": 2}, "distill.hidden_weight = 2: is for distill.on: hidden or both"),
+        ({"teacher": {}}, "distill.teacher = {{}}: must be a folder or hub name, or several with a weight > 0 each"),
         ({"teacher": {"teacher": 0.0}}, "must be a folder or hub name, or several with a weight > 0 each"),
         ({"teacher": "other"}, "its tokenizer has {less} tokens, and that of {home}/student has 300"),
         ({"teacher": "nowhere"}, "distill.teacher = '{home}/nowhere': there is no such folder"),
@@ -280,6 +282,8 @@ def test_the_plan_says_what_a_teacher_takes(home: Path) -> None:
             "training.label_smoothing_factor = 0.1: cannot go with distill",
         ),
         ({"alpha": 1.5}, "distill.alpha = 1.5: must be a number >= 0 and <= 1"),
+        ({"temperature": 0.0}, "distill.temperature = 0.0: must be a number > 0"),
+        ({"loss": "kl"}, 'distill.loss = "kl": must be one of forward_kl, reverse_kl, jsd'),
     ],
 )
 def test_refused(

@@ -1,5 +1,6 @@
 """The program of ``torch.export`` gives the model's logits without Transformers; what cannot be exported is refused."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,14 @@ import torch
 import transformers
 
 from deepstow.trainer.config.load import load_tree
+from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
 from deepstow.trainer.recipes.export import graph
 from deepstow.trainer.recipes.export.exporter import EXPORTERS
 from deepstow.trainer.run import further
+from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.export import ExportError, after
 from tests.helpers.tiny import LLAMA, VOCAB
 
@@ -124,3 +128,24 @@ def test_onnx(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(torch.from_numpy(found)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_one(tmp_path: Path) -> None:
+    """Made again alone if it is damaged, without a step of training."""
+    config, program = config_of(tmp_path), tmp_path / "export-torch" / "model.pt2"
+    assert runs.run(config, Ranks(), Stop()) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    before = (tmp_path / "metrics.jsonl").read_text()
+    for left in ([], ["torch"]):
+        if left:
+            program.write_bytes(program.read_bytes()[:-1])
+        assert further.missing(config) == left
+        assert runs.run(config, Ranks(), Stop()) == 0
+        assert graph.largest_difference(torch.export.load(program).module(), model) < 1e-6
+    assert further.missing(config) == [] and (tmp_path / "metrics.jsonl").read_text() == before
+    assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == further.FURTHER
+    assert {path.name for path in (tmp_path / "earlier-1").iterdir()} == {"export-torch"}
+    longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 4})})
+    assert runs.run(longer, Ranks(), Stop()) == 0 and further.missing(longer) == []
+    assert {path.name for path in (tmp_path / "earlier-2").iterdir()} == {"export", "export-torch"}, "both of step 2"

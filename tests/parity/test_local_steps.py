@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deepstow.strategies.core.compression import Compression
@@ -132,13 +133,14 @@ def test_in_the_memory_engine_with_the_bits_of_plain_local_steps(tmp_path: Path,
     """Clipped, accumulated, evaluated, saved and resumed between outer steps, each rank with its own state. In bf16
     the engine has masters, which plain training has not, so there it is compared with itself."""
     training = {
-        "per_device_train_batch_size": 1, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2, "save_steps": 3,
+        "per_device_train_batch_size": 1, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2,
         "eval_strategy": "steps", "eval_steps": 1, "bf16": bf16,
     }  # fmt: skip
     ways = {name: {"offload": each} for name, each in STOWED.items()} | ({} if bf16 else {"plainly": {}})
     jobs: list[tuple[str, RunConfig, str | None]] = []
     for name, more in ways.items():
-        kind, folder = Kind(2, {"collectives": {"local_steps": 2}, **more}, training), tmp_path / name
+        saves = {"save_steps": 1 if name == "on the host" else 3}
+        kind, folder = Kind(2, {"collectives": {"local_steps": 2}, **more}, {**training, **saves}), tmp_path / name
         jobs.append((name, kind.config(folder, 7), None))
         jobs.append((f"{name}, resumed", kind.config(folder, 7), str(folder / "checkpoint-3")))
     ranks = run_counted(2, _everything, jobs)
@@ -153,3 +155,6 @@ def test_in_the_memory_engine_with_the_bits_of_plain_local_steps(tmp_path: Path,
                     assert found[what] == expected[number][what] != [], f"{name}: {what}"
     losses = [record["eval_loss"] for record in expected[0]["seen"] if "eval_loss" in record]
     assert losses[1] == losses[2] != losses[3], "evaluations are of the last outer step"
+    files = [tmp_path / "on the host" / f"checkpoint-{step}" / "model.safetensors" for step in (2, 3, 4)]
+    before, between, after = map(load_file, files)
+    assert different(before, between) == [] != different(between, after), "and so are the weights that are saved"

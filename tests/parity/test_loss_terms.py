@@ -2,6 +2,8 @@
 by hand and under strategies. Transformers' Trainer adds it up.
 """
 
+import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.nn.functional import cross_entropy
 
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model import loss_terms
 from deepstow.trainer.model.build import build, config_of, load_config
 from deepstow.trainer.planning.facts import check_model
 from deepstow.trainer.verify.verify import full_weights
@@ -26,6 +30,7 @@ BAMBA: Mapping[str, Any] = {
     **LLAMA, "pad_token_id": 0, "model_type": "bamba", "z_loss_coefficient": 0.1, "mamba_n_heads": 4,
     "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_layer_indices": [1],
 }  # fmt: skip
+SHIFTS = r"loss_function\(|shift_(l|t)|labels\[[^]]*1:"  # in the code of a forward whose labels are of the next token
 RATE = 0.5
 SGD: Mapping[str, Any] = {
     "optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "weight_decay": 0.0,
@@ -97,3 +102,21 @@ def test_smoothed_labels_leave_no_term_out(tmp_path: Path) -> None:
             check_model(config, config_of(config))
     silent = run_config(MIXTRAL, label_smoothing_factor=0.1)
     check_model(silent, config_of(silent))
+
+
+@pytest.mark.slow
+def test_every_term_in_transformers_has_a_switch() -> None:
+    """A release that adds another kind of term, or a model whose labels are not of the next token, fails here."""
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
+    kinds = {kind for auto in autos for kind in auto._model_mapping.values()}
+    sources = {kind.__name__: inspect.getsource(kind.forward) for kind in kinds if inspect.isclass(kind)}
+    adds = {name: text for name, text in sources.items() if re.search(r"\bloss (\+=|= loss \+)", text)}
+    assert {"MixtralForCausalLM", "JambaForCausalLM", "BambaForCausalLM"} <= adds.keys()
+    unshifted = {
+        each.model_type
+        for each, kind in transformers.AutoModelForCausalLM._model_mapping.items()
+        if inspect.isclass(kind) and not re.search(SHIFTS, inspect.getsource(kind.forward))
+    }
+    assert unshifted <= {*loss_terms.UNSHIFTED}
+    without = [name for name, text in adds.items() if not any(key in text for key in loss_terms.SWITCHES)]
+    assert {name for name in without if "Musicgen" not in name} == set()  # it sums the losses of its codebooks

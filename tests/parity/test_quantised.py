@@ -21,6 +21,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.data.prepare import Contents, Prepared
 from deepstow.trainer.distributed.ranks import Ranks
+from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.model.adapters import OURS
 from deepstow.trainer.run import building
 from deepstow.trainer.run.export import export
@@ -190,6 +191,13 @@ def test_the_base_on_the_disk(
     assert unlike(expected, trained(ours(config), str(base / "run" / "checkpoint-2"))) == []
 
 
+@pytest.mark.slow
+def test_accumulated_and_recomputed(base: Path) -> None:
+    training = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    expected = trained(by_itself(config_of(base, "nf4", **training)))
+    assert unlike(expected, trained(ours(config_of(base, "nf4", strategies={"offload": TRAVELS}, **training)))) == []
+
+
 @pytest.mark.parametrize(("bits", "merge"), [("nf4", True)])
 def test_exported(bits: str | None, merge: bool, base: Path) -> None:
     """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
@@ -208,3 +216,24 @@ def test_exported(bits: str | None, merge: bool, base: Path) -> None:
         whole = dequantize_bnb_weight(layer.weight, SimpleNamespace(SCB=getattr(layer.weight, "SCB", None)))
         a, b = (values[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.default.weight"] for side in "AB")
         torch.testing.assert_close(again.model.layers[1].mlp.down_proj.weight, whole + 2 * b @ a)
+
+
+UNDROPPED = {**LORA, "lora_dropout": 0.0}
+
+
+def each_way(ranks: Ranks, base: Path) -> list[dict[str, torch.Tensor]]:
+    """What the Trainer alone trains, what ours does, and ours without dropout."""
+    found = [trained(by_itself(config_of(base, "nf4"), ranks=ranks))]
+    for lora, strategies in ((LORA, {}), (LORA, {"offload": TRAVELS}), (UNDROPPED, {})):
+        found.append(trained(building.make_trainer(run_of(config_of(base, "nf4", lora, strategies=strategies), ranks))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks(base: Path) -> None:
+    """One process draws other dropout than two ranks, so it has their bits only without."""
+    theirs, *ours, without = run_world(2, each_way, base)
+    assert [unlike(theirs, each) for each in ours] == [[], []]
+    alone = trained(by_itself(config_of(base, "nf4", UNDROPPED, gradient_accumulation_steps=2)))
+    assert unlike(alone, without) == [] and unlike(theirs, without) != []

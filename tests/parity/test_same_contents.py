@@ -26,6 +26,7 @@ from deepstow.trainer.run.checkpoint import KIND
 from deepstow.trainer.run.data import read_data
 from tests.e2e.commands import write_jsonl
 from tests.e2e.test_exports import with_its_own_code
+from tests.helpers.marks import slowly
 from tests.helpers.small_runs import make_rows_and_model, tree_of
 
 MODEL = {
@@ -166,6 +167,10 @@ EXCHANGED: list[Any] = [
         lambda home: {"task": "dpo", "data": {"path": str(home / "pairs.jsonl")}},
         other_base, "model.name_or_path", "weights", {}, id="reference",
     ),
+    slowly(
+        lambda home: {"prune": {"method": "structured", "sparsity": 0.4, "parts": ["channels"], "calibration_rows": 2}},
+        other_base, "model.name_or_path", "weights", {}, id="what parts are taken out of",
+    ),
     pytest.param(
         lambda home: {"data": {"path": shards(home, 1)}}, lambda home: shards(home, 2), "data.path", "rows", {},
         id="order of shards",
@@ -235,6 +240,17 @@ def test_random_weights_under_adapters(home: Path, capsys: pytest.CaptureFixture
     line = refused(tree, home, capsys, seed=1, allow_change=["seed"])
     assert "training.seed = 1: it draws other random weights" in line
     assert goes_on(tree, seed=1, allow_change=["seed", "model"]) == 0
+
+
+def test_another_base_that_is_allowed_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = run_of(home, model=LORA)
+    begun(tree, home)
+    other_base(home)
+    before = manifest(home / "run/checkpoint-1")["model"]["weights"]
+    capsys.readouterr()
+    assert goes_on(tree, allow_change=["model"]) == 0
+    assert "resumed with model.name_or_path: other contents than the checkpoint's" in capsys.readouterr().out
+    assert manifest(home / "run/checkpoint-2")["model"]["weights"] not in (before, None)
 
 
 def test_weights_that_are_in_the_checkpoint_are_not_read_again(home: Path) -> None:

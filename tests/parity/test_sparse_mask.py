@@ -14,7 +14,7 @@ from deepstow.trainer.model import attention, sparse_mask
 from deepstow.trainer.planning.facts import count_model
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import causal
-from tests.helpers.tiny import run_config
+from tests.helpers.tiny import LLAMA, run_config
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
 WINDOW, SINK = 3, 2
@@ -163,6 +163,19 @@ def test_bits_of_plain_training(kernel: str, recomputed: bool) -> None:
     assert (
         differences(expected, stowed(ours, plan_of(ours, **how, **LAYOUTS["host, travelling"]), batches, **how)) == []
     )
+
+
+def counted(length: int) -> int:
+    """Saved bytes of the second block."""
+    options = {"attention_mask": {"window": 64, "sink": 4}, "attn_implementation": "sdpa_varlen"}
+    config = run_config(LLAMA, model=options, data={"packing": True, "max_length": length})
+    return count_model(config).units[1].saved_bytes
+
+
+@pytest.mark.slow
+def test_what_a_window_in_blocks_saves_grows_with_the_row() -> None:
+    """And not with its square, as with a mask for every pair."""
+    assert counted(4096) < 2.1 * counted(2048)
 
 
 def refused(config: Any, **options: Any) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, parametrize
 
 from deepstow.strategies.engine.transfer.transfer import Transfer
 from tests.helpers.models import Net, build
@@ -136,6 +136,13 @@ def rows_zero(model: Any, optimizer: Any) -> None:
     model.get_parameter(UP).grad[torch.arange(48) % 2 == 0] = 0.0
 
 
+def noisy(model: Any, optimizer: Any) -> None:
+    numbers = torch.Generator().manual_seed(4)
+    each(lambda param: param.grad.add_(torch.randn(param.shape, generator=numbers).to(param.device), alpha=1e-3))(
+        model, optimizer
+    )
+
+
 def looks(model: Any, optimizer: Any) -> list[Tensor]:
     return [param.grad + 0.0 for param in model.parameters() if param.grad is not None]
 
@@ -186,10 +193,16 @@ GRADIENTS: dict[str, Script] = {
     "out": one_after_another(each(lambda param: torch.mul(param.grad, 0.3, out=param.grad)), ours),
     "a custom operator": one_after_another(each(lambda param: scale(param.grad, 0.3)), ours),
 }  # fmt: skip
+# These do not multiply, so that the step clips as planned.
+CLIPPED_AS_PLANNED: dict[str, Script] = {
+    "by value": one_after_another(by_value),
+    "noise": one_after_another(noisy),
+}  # fmt: skip
 UNSCALED: dict[str, Script] = {
     ", ".join(order): unscaling(*order)
     for order in (
         ("unscale", "a third", "ours"), ("a third", "unscale", "torch's"), ("torch's", "unscale", "ours"),
+        ("a third", "ours"),
     )
 }  # fmt: skip
 RAW: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -206,6 +219,11 @@ def test_gradients(idiom: str) -> None:
     """In every other plan in turn."""
     plans = list(PLANS.values())[list(GRADIENTS).index(idiom) % 2 :: 2]
     both_sides(net, GRADIENTS[idiom], plans, clips=True, max_norm=NORM, transfer=Transfer)
+
+
+@pytest.mark.parametrize("idiom", CLIPPED_AS_PLANNED)
+def test_gradients_that_the_step_clips(idiom: str) -> None:
+    both_sides(net, CLIPPED_AS_PLANNED[idiom], [PLANS["device"], PLANS["streamed"]], max_norm=NORM, transfer=Transfer)
 
 
 @pytest.mark.parametrize("idiom", UNSCALED)
@@ -403,6 +421,20 @@ PRESENT: dict[str, Script] = {
 @pytest.mark.parametrize("idiom", PRESENT)
 def test_writes_inside_of_present(idiom: str) -> None:
     both_sides(net, after_steps(inside_present(PRESENT[idiom])), [PLANS[plan] for plan in OTHERS], transfer=Transfer)
+
+
+class Parametrized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.orthogonal(self.layers[2].spare, orthogonal_map="householder")
+
+
+def test_what_parametrize_assigns_is_refused_in_the_engines_words() -> None:
+    def removed(model: Any, optimizer: Any) -> None:
+        parametrize.remove_parametrizations(model.layers[2].spare, "weight", leave_parametrized=True)
+
+    make = partial(build, Parametrized)
+    refused(make, after_steps(removed), r"set_\(\) on a parameter", PLANS["device"], transfer=Transfer())
 
 
 # --- values of state dicts --------------------------------------------------------------------------------------------

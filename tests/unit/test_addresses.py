@@ -113,5 +113,13 @@ def test_two_stays_have_one_address() -> None:
     them = [Piece(5, ((0, 1), (3, 4))), Piece(5, ((1, 3),)), Piece(2, ((0, 4),))]
     made = pack(them)
     assert made.arena == made.bound == 7
-    assert made.offsets[0] == made.offsets[1] and pack([]).arena == 0
+    assert made.offsets[0] == made.offsets[1] and pack([]).arena == pack([Piece(0, ((0, 1),))]).arena == 0
     assert packing_errors(them, made.offsets, made.arena) == []
+
+
+@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_the_order_of_pieces_does_not_matter(seed: int, random: Random) -> None:
+    them = pieces(seed, 12, steps=10, most=9)
+    mixed = random.sample(them, len(them))
+    assert pack(them).arena == pack(mixed).arena

@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(path: Path, new: Any) -> None:
-    """Other values at the top of a JSON file; other content; so many bytes cut off; a pipe, a link, or nothing."""
+    """Other values at the top of a JSON file; other content; so many bytes cut off; a pipe, folder or link; nothing."""
     if isinstance(new, dict):
         path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | new))
     elif isinstance(new, bytes):
@@ -56,6 +56,8 @@ def changed(path: Path, new: Any) -> None:
         path.unlink(missing_ok=True)
         if new == "pipe":
             os.mkfifo(path)
+        elif new == "folder":
+            path.mkdir()
         elif new:
             path.symlink_to(new)
 
@@ -96,6 +98,7 @@ DEEP = b'{"a":' * 9999
 NUMBERS = save({"model.embed_tokens.weight": torch.zeros(300, 32, dtype=torch.int32)})
 SHARD = "model-00001-of-00005.safetensors"
 OUT = {"weight_map": {"lm_head.weight": f"../whole/{WEIGHTS}"}}
+ROOT = {"weight_map": {"lm_head.weight": f"/tmp/{WEIGHTS}"}}
 PICKLES = {"weight_map": {"lm_head.weight": "pytorch_model.bin"}}
 CODE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
 OF_PART = {"text_config": {"attn_implementation": {"": "org/code:f"}}}
@@ -113,6 +116,8 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("shards", SHARD, None, f"names {SHARD}, which is not there"),
     ("shards", SHARD, 100, f"{SHARD} is damaged"),
     ("shards", INDEX, OUT, "in the same folder"),
+    ("shards", INDEX, ROOT, "in the same folder"),
+    ("shards", INDEX, {"weight_map": {"lm_head.weight": 7}}, "weight_map.lm_head.weight = 7: must be the name"),
     ("shards", INDEX, PICKLES, "must be the name of a .safetensors file"),
     ("shards", INDEX, {"weight_map": [1]}, "must have metadata, and a weight_map"),
     ("whole", CONFIG, b"{nope", "config.json is no JSON: Expecting property name"),
@@ -127,6 +132,8 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("whole", CONFIG, OF_PART, "text_config.attn_implementation = 'org/code:f': would load code"),
     ("whole", CONFIG, CODE, "brings its own Python code"),
     ("whole", CONFIG, LAYERS, "vision_config.num_hidden_layers = 1000000000: must be a whole number >= 1 and <= 2000"),
+    ("whole", CONFIG, {"num_labels": 10**9}, "num_labels = 1000000000: must be"),
+    ("whole", CONFIG, {"vocab_size": 10**12}, "vocab_size = 1000000000000: must be"),
     ("whole", CONFIG, EXPERTS, "num_local_experts = 10000: 100 layers would have over 100000 experts"),
     (
         "whole",
@@ -137,6 +144,8 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("whole", "adapter_config.json", b"\xff{", "adapter_config.json is no JSON"),
     ("whole", "generation_config.json", b"\xff{", "generation_config.json is no JSON"),
     ("whole", "tokenizer.json", b"\xff{", "tokenizer.json is no JSON"),
+    ("whole", "tokenizer_config.json", b"\xff{", "tokenizer_config.json is no JSON"),
+    ("whole", CONFIG, "folder", "config.json is a folder, and no file"),
     ("whole", CONFIG, "pipe", "config.json is a pipe, and no file"),
     ("whole", CONFIG, CONFIG, "config.json cannot be read: Too many levels"),
     ("whole", "tokenizer.json", "nowhere", "tokenizer.json cannot be read: No such file"),

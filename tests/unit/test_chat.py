@@ -157,12 +157,16 @@ CODE = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModel
     ("spoil", "said"),
     [
         (shutil.rmtree, ": there is no such folder"),
+        (lambda folder: (folder / "config.json").unlink(), ": holds no run and no model (config.json, or adapter_con"),
         (unfinished, ": the run has no export, which it makes at its end: asked to stop, and saved wher"),
         (classifies, ": LlamaForSequenceClassification continues no text; deepstow docs use says how else to use a m"),
         (lambda folder: config(folder, **CODE), ": the model brings its own Python code, which is not run here; deep"),
         (pickled, ": its weights are pickles, which are not opened; save them as safetensors; deepstow docs use says"),
+        (lambda folder: (folder / "config.json").write_text("{"), ": config.json is no JSON: Expecting property name"),
         (lambda folder: config(folder, num_hidden_layers=3), ": has no weights for 9 tensors of the model: model.la"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), ": holds no tokenizer that can be loaded: "),
         (lambda folder: adapters(folder, megatron_config={}), ": holds no adapter_model.safetensors; pickles are no"),
+        (lambda folder: adapters(folder, megatron_config={"a": 1}), ": adapter_config.json: deepstow chat opens pla"),
         (lambda folder: adapters(folder, peft_type=None), ": adapter_config.json: deepstow chat opens plain LoRA ad"),
     ],
 )  # fmt: skip

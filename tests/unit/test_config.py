@@ -17,7 +17,7 @@ from deepstow.trainer.config.arguments import OWN, RENAMED, TrainingSection
 from deepstow.trainer.config.check import choices, elsewhere, known_keys
 from deepstow.trainer.config.doc import pages
 from deepstow.trainer.config.load import load
-from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.config.sections import DataSection, ModelSection, RunConfig
 from deepstow.trainer.config.yaml_file import parse
 from deepstow.trainer.errors import ConfigError, DataError
 from deepstow.trainer.tasks.task import TASKS
@@ -39,6 +39,20 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "x.yaml"
     path.write_text(QUICKSTART)
     return path
+
+
+def test_quickstart(file: Path) -> None:
+    config = load(file)
+    assert config.model == ModelSection(name_or_path="m")
+    assert config.data == DataSection(path="pydoc", max_length=512, packing=True)
+    assert (config.training.learning_rate, config.training.max_steps) == (1e-3, 200)
+    assert config.strategies["zero"].model_dump() == {"stage": 2}
+    assert config.training.arguments() == {
+        "output_dir": "runs/quickstart", "learning_rate": 1e-3, "per_device_train_batch_size": 8, "max_steps": 200,
+        "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_grad_norm": 1.0, "optim": "adamw_torch_fused",
+        "seed": 42, "bf16": False, "fp16": False, "logging_steps": 10, "report_to": ["tensorboard"],
+        "eval_strategy": "no", "save_strategy": "steps", "save_steps": 500,
+    }  # fmt: skip
 
 
 def test_every_name_of_training_arguments_is_a_field_or_refused() -> None:
@@ -100,9 +114,9 @@ def test_hugging_face_accepts_what_we_hand_over(tmp_path: Path) -> None:
 
 
 VALUES: tuple[tuple[str, object], ...] = (
-    ("1e-4", 1e-4), (".5", 0.5), ("1.", 1.0), ("-1_000", "-1_000"), ("010", 10), ("0x1F", 31),
-    ("0o17", 15), ("2020-01-01", "2020-01-01"), ("no", "no"), ("true", True),
-    ("null", None), ("", None), ("-.inf", float("-inf")), ("'1e-4'", "1e-4"),
+    ("1e-4", 1e-4), ("1E5", 1e5), (".5", 0.5), ("1.", 1.0), ("+3", 3), ("-1_000", "-1_000"), ("010", 10), ("0x1F", 31),
+    ("0o17", 15), ("12:30", "12:30"), ("2020-01-01", "2020-01-01"), ("no", "no"), ("On", "On"), ("true", True),
+    ("False", False), ("null", None), ("~", None), ("", None), ("-.inf", float("-inf")), ("'1e-4'", "1e-4"),
     ("!!str 1", "1"), ("[1, 1.0]", [1, 1.0]),
 )  # fmt: skip
 
@@ -241,3 +255,14 @@ def test_any_bytes(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "fuzz.yaml"
     path.write_bytes(content)
     config_or_lines(path)
+
+
+@FUZZ
+@given(overrides=st.lists(st.text(max_size=12) | st.sampled_from(known_keys()).map("{}=1".format), max_size=3))
+def test_any_overrides(overrides: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_text(QUICKSTART)
+    try:
+        load(path, overrides)
+    except ConfigError as error:
+        assert all(line.isprintable() for line in error.lines)

@@ -30,6 +30,7 @@ ONE_LEVEL = "a base extends nothing; one level only"
 # Whole files: what YAML itself can do wrong.
 FILES: tuple[tuple[bytes, tuple[str, ...]], ...] = (
     (b"", (f"1: the file is empty; {SECTIONS}",)),
+    (b"\xef\xbb\xbf", (f"1: the file is empty; {SECTIONS}",)),
     (b"- a\n- b\n", (f'1: ["a", "b"] stands alone; {SECTIONS}',)),
     (b"{}", MISSING),
     (
@@ -56,12 +57,15 @@ FILES: tuple[tuple[bytes, tuple[str, ...]], ...] = (
 OVERRIDES: tuple[tuple[str, str], ...] = (
     ("training.max_steps", f"training.max_steps: {KEY_VALUE}"),
     ("=3", f"=3: {KEY_VALUE}"),
+    ("training..seed=3", f"training..seed=3: {KEY_VALUE}"),
     ("--training.seed=3", "--training.seed=3: write training.seed=3, without dashes"),
     ("training.seed=x", f'training.seed = "x": {SEED}'),
     ("training.seed=1_000", f'training.seed = "1_000": {SEED}; write it plainly, without quotes or underscores'),
     ("training.seed=[1", 'training.seed = "[1": a bracket is never closed, or a comma is missing'),
+    ("lr=1e-4", "lr = 0.0001: unknown key; that is PyTorch's name, write 'training.learning_rate'"),
     ("extends=base.yaml", 'extends = "base.yaml": belongs into the file'),
     ("training.output_dir=null", "training.output_dir: missing; must be non-empty text"),
+    ("training=null", "training.output_dir: missing; must be non-empty text"),
     ("data.path.x=1", 'data.path = {"x": 1}: must be non-empty text'),
 )
 
@@ -140,6 +144,8 @@ EXTENDS: tuple[tuple[str, str, str], ...] = (
     (".", "", 'x.yaml:1: extends = ".": cannot be read: Is a directory'),
     ("b.yaml", "extends: c.yaml", f'b.yaml:1: extends = "c.yaml": {ONE_LEVEL}; write extends: c.yaml in x.yaml, and '
      "what else it needs"),
+    ('"a\\0b"', "", 'x.yaml:1: extends = "a\\u0000b": cannot be read: not a path'),
+    ("b.yaml", "training: {seed: x}", f'b.yaml:1: training.seed = "x": {SEED}'),
     ("x.yaml", "", f'x.yaml:1: extends = "x.yaml": {ONE_LEVEL}'),
     ("b.yaml", "a: [", "b.yaml:1: a value is missing, or a bracket is never closed"),
 )  # fmt: skip
@@ -150,6 +156,12 @@ def test_extends(base: str, content: str, expected: str) -> None:
     Path("b.yaml").write_text(content)
     Path("x.yaml").write_text(complete(f"extends: {base}"))
     assert lines() == [expected]
+
+
+def test_what_a_base_of_a_base_has_is_not_missing() -> None:
+    Path("b.yaml").write_text("extends: c.yaml\ntraining: {eval_strategy: steps, eval_steps: 2}\n")
+    Path("x.yaml").write_text("extends: b.yaml\n")
+    assert [line.partition(": a base")[0] for line in lines()] == ['b.yaml:1: extends = "c.yaml"']
 
 
 def test_missing_file_names_the_nearest() -> None:

@@ -82,6 +82,18 @@ def test_a_file_of_the_same_size_and_time_is_read_again(change: Callable[[Path],
     assert hashes.hashes([path]) == [size_and_hash(path)[1]] != [first]
 
 
+def test_a_link_that_is_exchanged_is_read_again() -> None:
+    for name, content in {"one": "one", "two": "two"}.items():
+        write(name, content)
+    back_in_time(Path("two"), Path("one").stat())
+    found = []
+    for name in ("one", "two"):
+        Path("link").unlink(missing_ok=True)
+        Path("link").symlink_to(name)
+        found += hashes.hashes([Path("link")])
+    assert found == [size_and_hash(Path(name))[1] for name in ("one", "two")]
+
+
 def test_a_file_that_has_just_changed_is_not_kept(monkeypatch: pytest.MonkeyPatch, read: list[Path]) -> None:
     """A change while it is read, in the same tick of the clock, would leave it the same times."""
     monkeypatch.setattr(hashes, "SETTLED_S", 100.0)
@@ -155,7 +167,7 @@ def test_weights_that_are_not_files_of_the_folder() -> None:
     assert len({*found}) == 3
 
 
-@pytest.mark.parametrize("index", ["{", '{"weight_map": {"a": "missing"}}'])
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": "missing"}}'])
 def test_weights_that_cannot_be_read(index: str) -> None:
     write("m/model.safetensors.index.json", index)
     with pytest.raises(ConfigError, match=r"^model\.name_or_path = 'm': its weights cannot be read: [^\n]*$"):

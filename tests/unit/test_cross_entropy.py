@@ -44,6 +44,17 @@ def test_small_logits_are_not_unless_told() -> None:
     assert "does not compute its loss" in plan_of(facts_with()).idle["cross_entropy"]
 
 
+def test_recomputation_is_chosen_with_the_head_as_it_is() -> None:
+    """With native numbers of the head nothing would fit."""
+    given = facts()
+    tight = replace(given, machine=replace(given.machine, device_bytes=20_000))
+    strategies = {
+        "cross_entropy": find("cross_entropy")(),
+        "recompute": find("recompute").model_validate({"policy": "auto"}),
+    }
+    assert compose(strategies, tight).keep("head").policy == CHUNKS
+
+
 def test_temporaries_along_backward() -> None:
     """The last of two units saves 8 after 1; of its gradients 2 have landed while its temporaries are the most."""
     units = [Saved(1, 1), Saved(8, 8, temporaries=Temporaries(5, 20, 22))]

@@ -15,6 +15,7 @@ from deepstow.strategies.core.plan import Kind, Plan, Reserve
 from deepstow.strategies.core.protocol import Refusal, Requirement, Strategy
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.cuts import Schedule, cut, work
+from deepstow.strategies.report.plan_table import grid_table
 from deepstow.trainer.run.saving import estimated_bytes
 from tests.helpers.fakes import block, facts, refusals_of
 
@@ -100,6 +101,13 @@ def test_a_stowed_stage_has_what_all_micro_batches_under_way_keep() -> None:
     assert plan.amend(received, by="pipeline").saved_peak() == received[0].num_bytes + kept + alone
 
 
+def test_a_checkpoint_of_stages_takes_as_much_as_one_of_the_whole_model() -> None:
+    whole = estimated_bytes(Plan.baseline(known(8)), adapters=False)
+    for rank in (0, 1):
+        stage = estimated_bytes(Plan.baseline(pipeline().narrowed(known(8), rank)), adapters=False)
+        assert abs(stage - whole) <= 8, "rounded per kind of tensor"
+
+
 def test_stages_of_tensor_ranks() -> None:
     """Both are counted: of the whole model what it has, and weights in the dtype of plain training."""
     divided = known(8)
@@ -165,3 +173,17 @@ def test_groups_of_eight_ranks() -> None:
     assert [uneven.rank(uneven.cell(rank)) for rank in range(24)] == list(range(24))
     assert [len(uneven.groups(axis)[0]) for axis in ("stage", "replica", "tensor")] == [2, 3, 4]
     assert str(grid) == "pipeline 2 x data 2 x tensor 2"
+
+
+def test_the_table_of_the_grid() -> None:
+    assert grid_table(Grid(stages=2, replicas=2, tensor=2)) == [
+        "ranks: pipeline 2 x data 2 x tensor 2",
+        "         data 0  data 1",
+        "-----------------------",
+        "stage 0  0 = 1   2 = 3",
+        "stage 1  4 = 5   6 = 7",
+        "ranks joined by = exchange in every layer; stages send hidden states on, and gradients back; ranks "
+        "of a row add up gradients once per step",
+    ]
+    assert grid_table(Grid(replicas=8)) == []
+    assert len(grid_table(Grid(64, 16, 1))) < 25

@@ -20,6 +20,7 @@ from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.data.formats import Encoder
 from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.data.prepare import tokenizer_content
+from deepstow.trainer.data.sources import open_source
 from deepstow.trainer.errors import DataError
 from tests.helpers import data as helper
 
@@ -111,6 +112,14 @@ def test_text_file_is_one_document_and_a_folder_is_many(tokenizer: Any) -> None:
         assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, path).train)] == texts
 
 
+def test_folder_files_of_the_split_asked_for(tokenizer: Any) -> None:
+    write("d/train-00000.jsonl", [{"text": "to train"}])
+    write("d/more/test.jsonl", [{"text": "to test"}])
+    prepared = prepare(tokenizer, "d", eval_split="test")
+    assert decoded(tokenizer, prepared.train)[0][0] == "to train<|eos|>"
+    assert decoded(tokenizer, prepared.eval)[0][0] == "to test<|eos|>"
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_saved_and_hub_data_sets(streaming: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = DatasetDict(train=Dataset.from_list(ROWS["text"]), validation=Dataset.from_list(ROWS["text"][:1]))
@@ -178,6 +187,27 @@ def test_boundary_of_prompt_and_completion_is_a_token_boundary(tokenizer: Any) -
     assert decoded(tokenizer, prepare(tokenizer, path).train) == [("the<|eos|>", "he<|eos|>")]
 
 
+def test_columns_choose_among_formats(tokenizer: Any) -> None:
+    path = write("d.jsonl", [{"body": "b b", "text": "t t", "instruction": "i", "output": "o"}])
+    for columns, expected in [
+        ({"text": "body"}, "b b<|eos|>"),
+        ({"text": "text"}, "t t<|eos|>"),
+        ({"output": "output"}, "### Instruction\ni\n\n### Response\no<|eos|>"),
+    ]:
+        assert decoded(tokenizer, prepare(tokenizer, path, columns=columns).train)[0][0] == expected
+
+
+def test_long_text_is_cut_and_long_answers_are_truncated(tokenizer: Any) -> None:
+    said: list[str] = []
+    text = prepare(tokenizer, write("t.jsonl", [{"text": "abc " * 100}]), max_length=16)
+    assert max(len(row["input_ids"]) for row in text.train) == 16
+    joined = [token for row in text.train for token in row["input_ids"]]
+    assert tokenizer.decode(joined) == "abc " * 100 + "<|eos|>"
+    pairs = write("p.jsonl", [{"prompt": "ab", "completion": "c d " * 50}])
+    assert len(prepare(tokenizer, pairs, max_length=16, said=said).train[0]["input_ids"]) == 16
+    assert said[0] == "data: p.jsonl: 1 rows tokenised; 1 longer than 16 tokens (truncate)"
+
+
 def test_huge_text_is_tokenised_in_pieces_that_join_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line {n} of it\n" for n in range(50))
     Path("d.txt").write_text(text)
@@ -207,6 +237,13 @@ def test_split_is_by_document_and_follows_from_the_seed(tokenizer: Any) -> None:
     assert decoded(tokenizer, other.eval) != decoded(tokenizer, one.eval)
     packed = prepare(tokenizer, path, eval_fraction=0.25, seed=1, packing=True, max_length=64)
     assert tokens(packed.eval) == tokens(one.eval)
+
+
+def test_lone_text_keeps_its_end_for_evaluation(tokenizer: Any) -> None:
+    Path("d.txt").write_text("abc " * 100)
+    prepared = prepare(tokenizer, "d.txt", eval_fraction=0.1, max_length=4096)
+    train, held = decoded(tokenizer, [*prepared.train, *prepared.eval])
+    assert train[0] + held[0] == "abc " * 100 + "<|eos|>" and len(held[0]) < len(train[0]) / 5
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -337,6 +374,20 @@ def test_a_tokenizer_in_python_is_more_than_its_tokens() -> None:
     assert one == again and one[2] != other[2] and one[0] != other[0] and one[1] == other[1]
 
 
+def test_a_stream_from_the_hub_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, commits = Dataset.from_list(ROWS["text"]).to_iterable_dataset(), ["1", "2"]
+    monkeypatch.setattr("deepstow.trainer.model.hub.unreachable", lambda: "")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name: SimpleNamespace(sha=commits.pop()))
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, **more: data)
+    first, second = (open_source("owner/name", None, "train", True) for _ in range(2))
+    assert first.identity(True) != second.identity(True) and first.former(True) == second.former(True)
+
+
+def test_fingerprint_ignores_where_and_when(tokenizer: Any) -> None:
+    first = prepare(tokenizer, write("a/d.jsonl", documents(5))).fingerprint
+    assert prepare(tokenizer, write("b/c/d.jsonl", documents(5)), num_proc=1).fingerprint == first
+
+
 # ------------------------------------------------------------------------------------ tokenizer, sample
 
 
@@ -384,6 +435,9 @@ def test_a_trained_tokenizer_is_of_its_texts(tmp_path: Path) -> None:
     made = tokenizers.trained(262, tmp_path, one, "one")
     first, strange = made.get_vocab(), "tab\t“é” 漢字 🙂  two  spaces\r\n"
     assert made.decode(made(strange)["input_ids"]) == strange
+    assert (made.pad_token, made.eos_token) == ("<|pad|>", "<|eos|>")
+    again = tokenizers.trained(262, tmp_path / "again", one, "one")
+    assert again.backend_tokenizer.to_str() == made.backend_tokenizer.to_str()
     second = tokenizers.trained(262, tmp_path, other, "other").get_vocab()
     assert first != second
     for mark, expected in (("one", first), ("other", second)):

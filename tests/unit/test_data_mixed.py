@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from deepstow.trainer.config.load import load
+from deepstow.trainer.config.sections import DataSection
+from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.errors import DataError
 from tests.helpers import data as helper
+from tests.helpers.data import VOCAB
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +100,14 @@ def test_the_same_rows_again_and_others_otherwise(tokenizer: Any) -> None:
     assert len(found | {first.fingerprint}) == 5
 
 
+def test_one_in_a_list_is_that_one(tokenizer: Any) -> None:
+    alone = preparing.prepare(DataSection(path="a.jsonl", max_length=16), tokenizer, VOCAB, 0, Path("prepared"), print)
+    assert prepare(tokenizer, {"path": "a.jsonl"}).fingerprint == alone.fingerprint
+    assert times(prepare(tokenizer, {"path": "a.jsonl", "weight": 2.0}).train) == Counter(
+        dict.fromkeys(range(10, 50), 2)
+    )
+
+
 def test_refusals(tokenizer: Any) -> None:
     for datasets, line in (
         (({"path": "a.jsonl"}, {"path": "c.jsonl"}), "data.datasets.1.path: c.jsonl does not exist; did you mean "),
@@ -104,3 +116,14 @@ def test_refusals(tokenizer: Any) -> None:
         with pytest.raises(DataError) as caught:
             prepare(tokenizer, *datasets)
         assert caught.value.lines[0].startswith(line)
+
+
+def test_a_config_with_several_is_written_and_read() -> None:
+    Path("c.yaml").write_text(
+        "model: {name_or_path: m}\ntraining: {output_dir: r}\n"
+        "data:\n  datasets:\n  - {path: a.jsonl, weight: 2}\n  - {path: b.jsonl, columns: {text: body}}\n"
+    )
+    config = load("c.yaml")
+    Path("again.yaml").write_text(config.dump())
+    assert load("again.yaml") == config and "null" not in config.dump()
+    assert [part.path for part in config.data.parts()] == ["a.jsonl", "b.jsonl"]

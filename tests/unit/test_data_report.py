@@ -1,13 +1,16 @@
 """Rows that are too long, empty or masked: what becomes of them, that they are counted, and the report that says so."""
 
+import io
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from deepstow.launch.train import main
 from deepstow.trainer.data import prepare as preparing
-from deepstow.trainer.data import report
+from deepstow.trainer.data import report, sources
 from deepstow.trainer.data.packing import MASKED
 from tests.helpers import data as helper
 from tests.helpers.data import write
@@ -79,11 +82,44 @@ def test_a_piece_of_an_answer_is_the_answer(tokenizer: Any) -> None:
     assert pieces[1]["labels"] == [M, *range(53, 60)]  # nothing in the piece comes before its first token
 
 
+def test_text_can_be_truncated_too(tokenizer: Any) -> None:
+    write([{"text": "abc " * 100}])
+    (row,) = prepare(tokenizer, excess_length_strategy="truncate").train
+    assert len(row["input_ids"]) == LIMIT and row["labels"][1:] == row["input_ids"][1:]
+
+
 def test_evaluation_documents_that_are_trained_on_are_said(tokenizer: Any) -> None:
     write(IDS[:2])
     write([IDS[3], {"input_ids": [4, 4]}], "held.jsonl")
     lines = prepare(tokenizer, eval_path="held.jsonl").report["lines"]
     assert lines[-1] == "data: 1 of the evaluation documents are trained on, too"
+
+
+def test_what_was_prepared_before_there_were_reports(tokenizer: Any) -> None:
+    """The fingerprint is that of before as well, so its checkpoints are resumed."""
+    write(IDS[:1])
+    first = prepare(tokenizer)
+    assert first.fingerprint == prepare(tokenizer, excess_length_strategy=None).fingerprint
+    assert first.fingerprint != prepare(tokenizer, excess_length_strategy="truncate").fingerprint
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress(terminal: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that knows how many rows there are, on a terminal."""
+    error = io.StringIO()
+    monkeypatch.setattr(error, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", error)
+    write(IDS)
+    prepare(tokenizer, limit=6)
+    assert ("data: d.jsonl:" in error.getvalue() and "/6 [" in error.getvalue()) is terminal
+
+
+def test_rows_are_counted_ahead() -> None:
+    write(IDS)
+    pq.write_table(pa.table({"text": ["a", "b"]}), "d.parquet")
+    Path("d.csv").write_text("text\na\n")
+    counts = [sources.open_source(f"d.{kind}", None, "train", False).count() for kind in ("jsonl", "parquet", "csv")]
+    assert counts == [len(IDS), 2, None]
 
 
 def test_rows_are_kept_for_all_runs_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +156,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("--plot lengths.pgn: the name of a picture ends in .png")
     assert main(["--config", "c.yaml", "--data-report", "data.streaming=true", "training.max_steps=1"]) == 2
     assert "no report" in capsys.readouterr().err
+
+
+def test_the_picture_has_the_rows_and_the_line_of_max_length() -> None:
+    lengths = {"64": 1, "80": 2, "96": 3, "120": 4}
+    sources = [{"line": "one", "lengths": lengths}, {"line": "two", "lengths": {"3": 7}}]
+    first, second = report.draw({"max_length": 96, "sources": sources}).axes
+    rows = first.patches[0].get_data()
+    assert [*rows.values] == [1, 2, 3, 4] and rows.edges[0] == 64 and rows.edges[-1] == 128
+    assert first.lines[0].get_xdata()[0] == 96 and first.get_xscale() == "log"
+    assert (first.get_xlabel(), first.get_ylabel()) == ("length of a row (tokens)", "rows")
+    assert [*second.patches[0].get_data().values] == [7]

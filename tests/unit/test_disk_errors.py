@@ -20,12 +20,18 @@ def of_a_library(inner: Exception) -> Exception:
     ("error", "number"),
     [
         (OSError(errno.EIO, "Input/output error", "/elsewhere"), errno.EIO),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), errno.EDQUOT),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/mine/checkpoint-2"), errno.ENOENT),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs"), errno.ENOENT),
+        (PermissionError(errno.EACCES, "Permission denied", b"/runs/mine/x"), errno.EACCES),
         (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), errno.EFBIG),
+        (Exception("Read-only file system (os error 30)"), errno.EROFS),
         (RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: Read-only file "
                       "system"), errno.EROFS),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), errno.EIO),
         (RuntimeError("unable to mmap 8 bytes from file </runs/x>: Permission denied (13)"), errno.EACCES),
+        (RuntimeError("basic_ios::clear: iostream error"), errno.EIO),
+        (OSError("Memory mapping file failed: Input/output error"), errno.EIO),
         (of_a_library(OSError(errno.EIO, "Input/output error")), errno.EIO),
         (OSError("Error no file named model.safetensors found in directory /runs/mine/export"), disk.UNKNOWN),
     ],
@@ -43,7 +49,10 @@ def test_what_is_a_disks(error: Exception, number: int) -> None:
         FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/mine-too/x"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a signal
         RuntimeError("unable to mmap 8 bytes from file </runs/mine/x>: Cannot allocate memory (12)"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         SafetensorError("Error while deserializing header: invalid header"),
+        ValueError("No space left on device, said a template"),
+        OSError("502 Bad Gateway"),
         KeyError("loss"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -33,6 +34,26 @@ def test_packages_against_their_ranges(tmp_path: Path, monkeypatch: pytest.Monke
     assert (numpy.status, numpy.value) == (Status.FAIL, "1.9.1, needs >=2") and "'numpy>=2'" in numpy.cure
     assert (psutil.status, psutil.value) == (Status.FAIL, "missing, needs >=5.9")
     assert (peft.status, peft.value) == (Status.WARN, "missing, needs >=0.18, for LoRA")
+
+
+def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "compiler", lambda: sys.executable)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    found, ninja = doctor.toolchain_rows()
+    assert found.status is Status.OK and found.value == f"Python {doctor.platform.python_version()}  {sys.executable}"
+    assert ninja == Row(Status.OK, "ninja", "/usr/bin/ninja")
+    monkeypatch.setattr(doctor, "compiler", lambda: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert [(row.status, row.cure) for row in doctor.toolchain_rows()] == [
+        (Status.FAIL, "apt-get install g++"),
+        (Status.FAIL, "make setup"),
+    ]
+
+
+def test_a_package_that_does_not_load_is_a_row() -> None:
+    assert doctor.import_row("json").status is Status.OK
+    row = doctor.import_row("no_such_package")
+    assert row.status is Status.FAIL and "ModuleNotFoundError" in row.value
 
 
 def test_the_cures_of_an_installed_package_name_no_file_of_the_checkout(
@@ -108,6 +129,24 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statuses(100 * GIB, resource.RLIM_INFINITY) == [ok, ok, ok, ok]
     assert statuses(10 * GIB, 4096) == [ok, ok, warn, ok]
     assert statuses(GIB // 2, 1024) == [warn, warn, fail, warn]
+
+
+def test_summary() -> None:
+    fine, warned, failed = (
+        Row(Status.OK, "a", "1"),
+        Row(Status.WARN, "b", "2", "mend b"),
+        Row(Status.FAIL, "c", "3", "mend c"),
+    )
+    assert str(failed) == "FAIL c                   3"
+    assert doctor.summary([fine]) == ["ready"]
+    assert doctor.summary([fine, warned]) == ["ready", "would help:", "  b: mend b"]
+    assert doctor.summary([warned, failed]) == ["not ready, to fix: 1", "  c: mend c", "would help:", "  b: mend b"]
+
+
+def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--json", str(tmp_path / "none/doctor.json")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == f"--json {tmp_path / 'none/doctor.json'}: No such file or directory\n"
 
 
 def test_one_real_examination(

@@ -18,8 +18,6 @@ from deepstow.trainer.run.resume_rules import compare
 from tests.helpers.fakes import block, facts, run_facts
 from tests.unit.test_rates import some_rates
 
-# By the notes, relative to uniform levels over all numbers, of a million.
-
 
 # By the notes, relative to uniform levels over all numbers.
 @pytest.mark.parametrize(("kind", "segmented", "blocks"), [("gauss", 0.60, 0.37), ("laplace", 0.29, 0.15)])

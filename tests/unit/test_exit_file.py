@@ -12,7 +12,7 @@ import pytest
 
 from deepstow.strategies.state.processes import started_at
 from deepstow.trainer.distributed.exit_file import ExitFile
-from deepstow.trainer.errors import ExitCode
+from deepstow.trainer.errors import ConfigError, ExitCode
 
 HELD = '{"pid": 1}'  # in the run's lock
 
@@ -115,3 +115,14 @@ def test_a_lock_that_a_killed_run_has_left_is_nobodys(tmp_path: Path) -> None:
         (tmp_path / "run.lock").write_text(json.dumps(holds))
         rank(tmp_path, 0, owns=False).write(2)
         assert said(tmp_path) == code
+
+
+def test_what_is_in_its_place(tmp_path: Path) -> None:
+    """A folder cannot be removed, which is one line; what cannot be looked at changes nothing."""
+    (tmp_path / "exit.json").mkdir()
+    with pytest.raises(ConfigError, match=r"exit.json: cannot be removed \(Is a directory\)"):
+        rank(tmp_path, 0).clear()
+    (tmp_path / "run.lock").symlink_to("run.lock")
+    rank(tmp_path, 0, owns=False).write(2)
+    rank(tmp_path, 0).write(1)
+    assert {path.name for path in tmp_path.iterdir()} == {"exit.json", "run.lock"}

@@ -7,11 +7,13 @@ attention kernel, on batches that need a mask (padded or packed) or do not.
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
+from deepstow.launch.plan import main
 from deepstow.strategies.core.facts import Facts, Unit, UnitKind
 from deepstow.strategies.engine.forward.blocks import find_blocks
 from deepstow.strategies.engine.memory import accelerator
@@ -25,7 +27,8 @@ from deepstow.trainer.model.counting import Counter
 from deepstow.trainer.planning import positions
 from deepstow.trainer.planning.facts import ModelCount, count_model, machine_facts, saved_without_mask
 from tests.helpers.fakes import GPU, run_facts
-from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
+from tests.helpers.marks import slowly
+from tests.helpers.tiny import BLOOM, ENDS, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 
 BATCH, LENGTH = 2, 16
 OFFLOAD: Mapping[str, Any] = {"offload": {}}
@@ -133,6 +136,12 @@ def test_no_layer_is_taken_for_dropped() -> None:
     assert bare(count_of(dropping).units) == bare(count_of(whole).units)  # the numbers themselves are temporary
 
 
+def test_temporaries_of_every_unit_are_counted() -> None:
+    units = count_of(as_in_runs("mixtral")).units
+    assert all(unit.temporaries is not None and unit.temporaries.backward > 0 for unit in units)
+    assert units[-1].in_chunks is not None and units[-1].in_chunks.logits == BATCH * LENGTH * VOCAB
+
+
 def test_smoothed_labels_are_counted_outside_of_the_model() -> None:
     """Transformers' Trainer takes the labels from the model; its own loss saves the probabilities of all words."""
     head = count_of(config_of("llama", label_smoothing_factor=0.1)).units[-1]
@@ -165,6 +174,18 @@ def test_documents_one_by_one_keep_no_mask() -> None:
     names, sizes = ([[getattr(each, key) for each in one[0]] for one in of_block] for key in ("name", "num_bytes"))
     assert names[0] == names[1] and sizes[0] == sizes[1] and names[0].count("attention 0") == 1
     assert sum(unit.saved_bytes for unit in found) < sum(unit.saved_bytes for unit in masked)
+
+
+def test_checkpointing_keeps_the_input_of_each_block() -> None:
+    plain = count_of(config_of("llama")).units
+    for key in ("gradient_checkpointing", "activation_checkpointing"):
+        training: dict[str, Any] = {key: True}
+        units = count_of(config_of("llama", **training)).units
+        hidden = 4 * BATCH * LENGTH * 32
+        small = 4096  # positions, rotary tables or a mask that a block is handed besides; no multiple of hidden
+        for before, after in zip(plain[1:3], units[1:3], strict=True):
+            assert hidden <= after.saved_bytes <= hidden + small < before.saved_bytes / 5
+        assert units[-1].saved_bytes == plain[-1].saved_bytes
 
 
 # Flop
@@ -250,32 +271,66 @@ def test_a_model_that_cannot_be_built_is_refused_in_one_line() -> None:
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 ROBERTA = {"model_type": "roberta", **SMALL, "max_position_embeddings": 66, "vocab_size": 300, "pad_token_id": 1}
+GPTJ = {"model_type": "gptj", "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "n_positions": 64, **ENDS}
+BART = {
+    "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64,
+    "vocab_size": 300,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "task"), [(GPT2, "sft"), (ROBERTA, "classification")])
-def test_rows_of_more_tokens_than_positions(model: Any, task: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "task", "key"),
+    [
+        (GPT2, "sft", "max_length"),
+        (ROBERTA, "classification", "max_length"),  # two of its 66 are for padding
+        (GPTJ, "sft", "max_length"),  # in a buffer
+        slowly(BART, "seq2seq", "max_target_length"),
+    ],
+)
+def test_rows_of_more_tokens_than_positions(model: Any, task: str, key: str) -> None:
     """Fake tensors let models look further, and real ones do not."""
     for length in (64, 65):
         config = run_config(model)
         section = config.model.model_copy(update={"labels": ["a", "b"]} if task == "classification" else {})
-        data = config.data.model_copy(update={"max_length": length})
+        data = config.data.model_copy(update={"max_length": 64, key: length})
         config = config.model_copy(update={"task": task, "model": section, "data": data})
         if length == 64:
             assert count_model(config).positions >= 64
             continue
-        with pytest.raises(ConfigError, match=r"data\.max_length = 65: the model has 64 positions; write 64 or less$"):
+        with pytest.raises(ConfigError, match=rf"data\.{key} = 65: the model has 64 positions; write 64 or less$"):
             count_model(config)
 
 
-def test_rows_beyond_what_rotary_embeddings_were_made_for() -> None:
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        ({}, 64),
+        ({"rope_scaling": YARN}, 256),
+        slowly({"rope_scaling": {**YARN, "original_max_position_embeddings": 16}}, 64),
+    ],
+)
+def test_rows_beyond_what_rotary_embeddings_were_made_for(more: dict[str, Any], most: int) -> None:
     """They are a warning, by the scaling of the embeddings."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    for more, most in (({}, 64), ({"rope_scaling": yarn}, 256)):
-        config = run_config({**LLAMA, "max_position_embeddings": 64, **more}, data={"max_length": most})
-        assert count_model(config).positions == most and positions.beyond(config, most) == []
-        longer = config.model_copy(update={"data": config.data.model_copy(update={"max_length": most + 1})})
-        (line,) = positions.beyond(longer, most)
-        assert line.startswith(f"WARNING: data.max_length = {most + 1}: the model is made for {most} positions")
+    config = run_config({**LLAMA, "max_position_embeddings": 64, **more}, data={"max_length": most})
+    assert count_model(config).positions == most and positions.beyond(config, most) == []
+    longer = config.model_copy(update={"data": config.data.model_copy(update={"max_length": most + 1})})
+    (line,) = positions.beyond(longer, most)
+    assert line.startswith(f"WARNING: data.max_length = {most + 1}: the model is made for {most} positions")
+
+
+@pytest.mark.slow
+def test_a_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing of a model without positions."""
+    assert count_model(run_config(BLOOM)).positions == 0 and positions.beyond(run_config(BLOOM), 0) == []
+    file = tmp_path / "x.yaml"
+    file.write_text(run_config(LLAMA, data={"max_length": 65}).dump())
+    assert main(["--config", str(file)]) == 0
+    line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "max_length" in text)
+    assert f"{file}:{line}: data.max_length = 65: the model is made for 64 positions" in capsys.readouterr().err
 
 
 # The run and the machine

@@ -120,6 +120,11 @@ def test_adapters_that_a_model_does_not_take_are_a_row() -> None:
         Fit(run_config(model, model={"lora": {"r": 4, "target_modules": "all-linear"}}), HERE, card(1 << 30)).rows()
 
 
+def test_missing_is_what_lies_beyond_nine_tenths(tight: list[FitRow]) -> None:
+    (plain,) = (row for row in tight if row.training == "full" and row.ranks == 1)
+    assert plain.missing == {Tier.DEVICE: plain.needed[Tier.DEVICE] - int(0.9 * (5 << 20))}
+
+
 def test_on_a_large_card_nothing_is_added_that_does_nothing() -> None:
     machine = card(1 << 36)
     assert machine.rates is not None  # launching and casting cost nothing: offload does without autocast
@@ -228,6 +233,20 @@ def test_which_row_is_written() -> None:
         chosen(rows[:1], config, None)
 
 
+def test_more_ranks_are_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By numbers; the column is there only then."""
+    monkeypatch.setattr(fit, "_saving", lambda: ["zero"])
+    given = ["--profile", "rtx4090-pcie4", *OVERRIDES, *SMALL]
+    for ranks, found in (([], None), (["--ranks", "1,2"], ["1", "2"])):
+        assert main([*given, *ranks]) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +\d|row", line)]
+        assert ("  ranks  " in rows[0]) is (found is not None)
+        assert found is None or ("full + zero" in rows[-1] and " 2  " in rows[-1])
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--ranks", "2,x"])
+    assert "must be one or more numbers from 1, as in 2 or 1,2,4,8" in capsys.readouterr().err
+
+
 def test_what_the_config_has_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointing of Hugging Face's would hide in every row; adapters are not all weights."""
     monkeypatch.setattr(fit, "_saving", lambda: ["recompute"])
@@ -253,6 +272,14 @@ def test_changes_are_those_of_a_command_line() -> None:
         "strategies.zero=null",
     ]
     assert load_tree(config.tree(), found).tree() == build(tree).tree()
+
+
+def test_a_config_in_stages_is_compared_with_whole_copies() -> None:
+    more = ["strategies.pipeline={stages: 2}", "training.gradient_accumulation_steps=2"]
+    config = config_of(None, [*OVERRIDES, *SMALL, *more], accelerated=True)
+    given, *others = Fit(config, Ranks(world_size=2, local_world_size=2), card(1 << 36)).rows(as_given=True)
+    assert given.given and given.needed[Tier.DEVICE] < others[0].needed[Tier.DEVICE]
+    assert others and not any(row.refused for row in others)
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from deepstow.launch import compare, plan, watch
+from deepstow.launch import compare, import_config, plan, verify, watch
+from deepstow.trainer.config.load import load
+from deepstow.trainer.errors import UserError, report
 from tests.unit.test_history import run
 from tests.unit.test_plan_json import moving, written
 
@@ -52,6 +54,8 @@ ANYTHING: dict[str, bytes] = {
     "a long line": b"x" * (3 << 20),
     "no line": b'"' + b"\\u0000" * 1000,
     "a byte order mark": b"\xef\xbb\xbf{}",
+    "a number": b"7",
+    "null": b"null",
     "a list": b'[{"step": 1}]\n',
     "duplicate keys": b'{"step": 1, "step": 2, "loss": 3, "loss": "x"}\n',
     "half a character": b'{"step": 1, "loss": "\\ud800"}\n',
@@ -61,14 +65,20 @@ ANYTHING: dict[str, bytes] = {
 }
 METRICS: dict[str, str] = {
     "nan": every("NaN"),
+    "infinite": every("Infinity"),
     "huge": every("1e308") + every("-1e308") + every("1e308"),
     "beyond floats": every("1" + "0" * 400),
     "beyond digits": every("1" * 5000),
+    "negative": every("-1"),
+    "true": every("true"),
+    "a list in it": every("[]"),
+    "an object in it": every("{}"),
     "text": every('"x"'),
     "words for numbers": every('"nan"') + every('"-inf"'),
     "steps": "".join(
         record(step=step) for step in (-5, 1 << 53, 1 << 70, 10**300, 1.5, True, None, "x", [], {}, float("nan"))
     ),
+    "one step, far": record(step=1 << 53),
     "both ends": record(loss=1e308) + record(step=20, loss=-1e308, eval_loss=5e-324),
 }
 CONFIGS: dict[str, str] = {
@@ -76,6 +86,9 @@ CONFIGS: dict[str, str] = {
     "escapes in keys": f'"{ESCAPE}": 1\n'.replace("\x1b", "\\e").replace("\x07", "\\a").replace("\x9b", "\\x9b"),
     "escapes in values": '{training: {run_name: "\\e]0;owned\\a\\e[2J\\u202e"}}',
     "numbers": "training: {seed: .nan, max_steps: .inf, learning_rate: 1e999}\n",
+    "a huge number": f"training: {{seed: {'9' * 5000}}}\n",
+    "duplicates": "training: {seed: 1, seed: 2}\n",
+    "too large": "training: {seed: 1}\n# " + "x" * (2 << 20),
 }
 LINK = {"owner": "link up", "measured": 1, "predicted": 2}
 PLANS: dict[str, Any] = {
@@ -145,7 +158,38 @@ def test_what_is_no_file(place: str, file: str, tmp_path: Path, capsys: pytest.C
     shown(folder, other, capsys)
 
 
+def test_a_folder_with_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = run(tmp_path / "other", [8.0])
+    for name in (ESCAPE.replace("/", ""), os.fsdecode(b"\xff\xfe"), "\n\r\t"):
+        shown(run(tmp_path / name, [8.0, 4.0]), other, capsys)
+
+
 # --- other commands --------------------------------------------------------------------------------------------------
+
+SAID = {
+    "bomb": BOMB,
+    "escapes": '{model: {"\\e[2J\\u202e": "\\e]0;owned\\a"}, "\\e[31m": 1, training: {seed: "\\e[2J"}}',
+    "raw escapes": f"model: {ESCAPE}\n",
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_config_of_anybody(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that is to be imported, and one of a run that is to be verified or planned."""
+    (file := tmp_path / "config.yaml").write_text(SAID[text])
+    with pytest.raises(UserError) as refused:
+        load(file, [])
+    report(refused.value)
+    for command in (
+        lambda: import_config.main([str(file), "--from", "axolotl"]),
+        lambda: plan.main(["--config", str(file)]),
+        lambda: verify.main(["--config", str(file)]),
+    ):
+        code = command()
+        out, err = capsys.readouterr()
+        assert code == 2 or (code == 0 and out)
+        assert not [char for char in out + err if char != "\n" and unicodedata.category(char) in ("Cc", "Cf", "Cs")]
+        assert "Traceback" not in err
 
 
 # --- mutations -------------------------------------------------------------------------------------------------------

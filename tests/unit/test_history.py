@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from rich.text import Text
 
 from deepstow.launch import compare, watch
 from deepstow.trainer.run import history
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TRAINING = {"output_dir": "runs/one", "learning_rate": 0.1, "seed": 42}
 
@@ -137,3 +141,20 @@ def test_what_is_no_run_or_no_picture_is_one_line(tmp_path: Path, capsys: pytest
     assert "--plot" in capsys.readouterr().err
     assert watch.main([str(run(tmp_path / "odd", [None, "x", 2.0]))]) == 0
     assert "2.000 -> 2.000" in capsys.readouterr().out
+
+
+def test_comparing_loads_no_transformers(tmp_path: Path) -> None:
+    """It reads two logs, and what configs say: of a default that one alone has written down nothing is known."""
+    folders = [
+        str(run(tmp_path / name, [8.0, 4.0], **more)) for name, more in (("one", {}), ("two", {"adam_beta1": 0.9}))
+    ]
+    heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "matplotlib"}
+    code = (
+        f"import sys; from deepstow.launch.compare import main; code = main({folders!r}); "
+        f"print('LOADED', sorted({heavy!r} & sys.modules.keys())); sys.exit(code)"
+    )
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "LOADED []" and "training.adam_beta1  not set" in ran.stdout

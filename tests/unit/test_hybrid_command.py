@@ -1,6 +1,7 @@
 """``deepstow search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
 
 import re
+import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deepstow.launch.search import main
+from deepstow.launch import cli, cost
+from deepstow.launch import plan as plan_command
+from deepstow.launch.search import main, parse
 from deepstow.strategies.core.facts import Facts
 from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.sizes import human
@@ -96,6 +99,15 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
     if not staged:
         own, runtime = parts()[Size(2)].machine.runtime_host_bytes, plans[0].facts.machine.runtime_host_bytes
         assert found.host - own == pytest.approx(plans[0].peak(Tier.HOST) - runtime, rel=0.05)
+
+
+def test_a_head_of_uneven_parts_is_not_offered_beside_offload() -> None:
+    """As the plan of such a config refuses it (test_tensor.py)."""
+    config = run_config({**WIDE, "vocab_size": 16_001, "tie_word_embeddings": False}, data=DATA, bf16=True)
+    run = Shares(config, RANKS, CARD, lambda line: None).whole.run
+    stowed = Degrees(tensor=2, data=4, zero=1, offload=Stowed.STATE)
+    said = [str(keys.refused(run, {})(each)) for each in (stowed, replace(stowed, offload=Stowed.NOTHING))]
+    assert ["words of the head" in each for each in said] == [True, False]
 
 
 def write(folder: Path, **training: object) -> Path:
@@ -241,3 +253,42 @@ def test_what_is_not_known_is_asked_for(
     assert main(["--config", str(write(tmp_path)), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        (parse, "", "--config FILE is required"),
+        (parse, "--config x --network -1", "'-1' must be a number more than 0"),
+        (parse, "--config x --world-size 1000001", "--ranks 1000001: must be from 1 to 1000000"),
+        (parse, "--config x --ranks 8 --ranks-per-machine 0", "must be from 1 to the number of ranks, 8"),
+        (parse, "--config x --ranks 8 --ranks-per-machine 9", "must be from 1 to the number of ranks, 8"),
+        (parse, "--config x --plot x", "unrecognized arguments: --plot"),
+        (plan_command.parse, "--config x --network 100", "unrecognized arguments: --network"),
+        (plan_command.parse, "--config x --profle a", "unrecognized arguments: --profle; did you mean '--profile'?"),
+        (cost.parse, "--config x", "the following arguments are required: --tokens"),
+        (plan_command.parse, "--config x --lossy", "unrecognized arguments: --lossy"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    command: Any, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command(arguments.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("deepstow ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("plan --search --config my.yaml --ranks 8", "search --config my.yaml --ranks 8"),
+        ("plan --fit --config 'my config.yaml'", "fit --config 'my config.yaml'"),
+        ("plan --config my.yaml --tokens=15B --mfu 0.3", "cost --config my.yaml --tokens=15B --mfu 0.3"),
+        ("search --price-per-gpu-hour 2 --tokens 1T", "cost --price-per-gpu-hour 2 --tokens 1T"),
+    ],
+)
+def test_the_old_spelling_names_the_command(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(shlex.split(old)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f" is a command of its own: deepstow {new}")

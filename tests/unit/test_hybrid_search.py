@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import permutations, product
+from random import Random
 from typing import Any
 
 import pytest
@@ -120,6 +121,20 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
     assert boundary_bytes(whole.run) == 1 * 8 * 64 * 2
 
 
+def test_copies_of_a_stage_hold_a_part_of_its_moments() -> None:
+    whole = model(8)
+    parts, account = Model(whole).parts(2), Account(Models({Size(): whole}, {Size(): whole}))
+    degrees = Degrees(stages=2, data=4, micro_batches=2)
+    apart, shared = (
+        [state_bytes(Model(whole).units(parts[0]), whole.run, each, kind, plain=True) for kind in Kind]
+        for each in (degrees, replace(degrees, zero=1))
+    )
+    moments = list(Kind).index(Kind.MOMENT)
+    assert shared[moments] < 0.26 * apart[moments]
+    assert [*shared[:moments], *shared[moments + 1 :]] == [*apart[:moments], *apart[moments + 1 :]]
+    assert account.of(replace(degrees, zero=1)).device < account.of(degrees).device
+
+
 def lossy(ranks: int) -> dict[str, Compression]:
     return {each.words.split(",")[0]: each for each in keys.lossy(model(world_size=ranks))}
 
@@ -192,6 +207,44 @@ def test_the_search_returns_what_pricing_everything_would(
     everything = priced(model(device=device), cluster(rate=rate), options)
     assert found.best == everything.best and found.priced < everything.priced == everything.fitting
     assert all(bounds), "a bound is not more than the price"
+
+
+def test_lossy_exchanges_are_offered_where_they_are_asked_for() -> None:
+    options = Options(lossy=tuple(lossy(16).values()))
+    exact, found = priced(model(), cluster(rate=1e7), Options()), priced(model(), cluster(rate=1e7), options)
+    assert not exact.lossy and all(each.degrees.exchange is None for each in exact.best)
+    assert found.exact is not None and found.exact.order == exact.best[0].order
+    assert [each.degrees.exchange for each in found.lossy] == [*options.lossy]
+    best = [each for each in found.best if each.degrees.exchange is not None]
+    assert found.best[0] in best and found.best[0].price.seconds < exact.best[0].price.seconds
+    assert found.best[0].degrees in [each.degrees for each in found.lossy]
+    for each in best:
+        assert each.degrees.data == 16 and each.degrees.offload is Stowed.NOTHING
+    sixteen = keys.refused(replace(model().run, trained_bytes=2), {})
+    why = [sixteen(each.degrees) for each in best]
+    assert all(each is not None and "16 bits already" in each.cure for each in why)
+
+
+def test_the_nearest_of_the_faster_are_named_where_others_fit() -> None:
+    answer = priced(model(device=400_000), cluster(), Options())
+    assert answer.best and answer.nearest
+    models = Models(known(model()))
+    for each in answer.nearest:
+        assert max(each.device, each.host) > 0
+        assert Pricing(models, cluster(), RATES).least(each.degrees) < answer.best[0].price.seconds
+    assert not priced(model(), cluster(), Options()).nearest, "all of them fit"
+
+
+def test_nothing_fits() -> None:
+    answer = priced(model(device=1000), cluster(), Options())
+    assert not answer.best and 0 < len(answer.nearest) <= 3
+    lacks = [each.device for each in answer.nearest]
+    assert lacks == sorted(lacks)
+    account = Account(Models(known(model())))
+    assert account.of(answer.nearest[0].degrees).device == lacks[0] + 900
+    small = replace(model(), machine=replace(model().machine, host_bytes=1000))
+    (first, *_) = priced(small, cluster(), Options(offloads=(Stowed.STATE,))).nearest
+    assert first.device == 0 and account.of(first.degrees).host == first.host + 900
 
 
 def test_every_row_uses_all_ranks_and_the_whole_batch_and_is_refused_by_nobody() -> None:
@@ -314,6 +367,23 @@ def test_what_ranks_of_experts_exchange() -> None:
     assert found["none"].parts["update"] == pytest.approx(apart + rest_s)
 
 
+def test_rows_and_experts_are_divided_in_one_stage_without_tensor_ranks() -> None:
+    """Beside these they are refused, and neither is looked at."""
+    whole, seen = model(), list[Degrees]()
+    sizes = known(whole) | {Size(sequence=2): whole, Size(experts=4): whole}
+    hybrid(sizes, cluster(), 48, Options(refused=seen.append))
+    apart = [each for each in seen if each.sequence > 1 or each.experts > 1]
+    assert {each.size for each in apart} == {Size(sequence=2), Size(experts=4)}
+    assert {(each.stages, each.tensor, each.ranks, each.copies) for each in apart} == {(1, 1, 16, 16)}
+    assert all(each.data * each.micro_batches == 48 for each in apart)
+    refused = keys.refused(whole.run, {})
+    for other in ({"tensor": 2, "zero": 1}, {"stages": 2, "micro_batches": 4}):
+        for divided in ({"sequence": 2}, {"experts": 2}):
+            assert refused(Degrees(data=4, **other)) is None
+            assert refused(Degrees(data=4, **other, **divided)) is not None
+    assert is_possible(Degrees(sequence=8), 8) and not is_possible(Degrees(sequence=8), 4)
+
+
 def test_a_gather_takes_a_latency_per_hop_and_the_slower_of_two_rates() -> None:
     on = Cluster(16, 8, Wire(10.0, 0.1), Wire(2.0, 0.5))
     assert on.gather_seconds(80, 8, messages=3) == pytest.approx(3 * 7 * 0.1 + 7 / 8 * 80 / 10)
@@ -421,3 +491,23 @@ def test_a_slow_boundary_sends_one_after_the_other() -> None:
     """Activations are there at 4, 7 and 10; gradients, made at 9, 12 and 14, are back at 12, 15 and 18."""
     stages = [StageSeconds(1.0, 1.0, 3.0), StageSeconds(1.0, 1.0), StageSeconds(1.0, 1.0)]
     assert last_backwards(stages, 3) == [19.0, 14.0, 13.0]
+
+
+def test_no_schedule_is_faster_than_the_bound_and_nothing_faster_makes_it_slower() -> None:
+    slower = 0
+    for seed in range(40):
+        random = Random(f"stages {seed}")
+        count = random.randint(2, 6)
+        most = (3.0, 3.0, 0.5)
+        stages = [StageSeconds(*(random.uniform(one / 6, one) for one in most)) for _ in range(count)]
+        micro_batches = random.randint(1, 12)
+        ends = last_backwards(stages, micro_batches)
+        assert max(ends) == ends[0] >= least_seconds(stages, micro_batches) * (1 - 1e-12)
+        for index, stage in enumerate(stages):
+            for name in ("forward", "backward", "send"):
+                faster = [*stages]
+                faster[index] = replace(stage, **{name: getattr(stage, name) * 0.7})
+                after = last_backwards(faster, micro_batches)
+                assert after[0] <= ends[0], (seed, index, name)
+                slower += after[0] < ends[0]
+    assert slower > 80

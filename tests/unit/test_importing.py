@@ -327,6 +327,21 @@ def test_ranks_and_their_batch(tmp_path: Path) -> None:
     )
 
 
+def test_deepspeed_decides_what_it_does_not_say(tmp_path: Path) -> None:
+    """Nothing clipped without gradient_clipping, and the rate of the scheduler instead of the optimizer's."""
+    scheduler = {"type": "WarmupCosineLR", "params": {"warmup_max_lr": 1e-5, "warmup_type": "linear"}}
+    ds = {"zero_optimization": {"stage": 0}, "optimizer": {"type": "Adam", "params": {}}, "scheduler": scheduler}
+    draft = read(tmp_path, {"ds.json": ds, "args.json": {"output_dir": "o", "max_grad_norm": 0.5}})
+    found = {name.partition(".")[2]: value.value for name, value in draft.values.items()}
+    assert found == {
+        "output_dir": "o", "max_grad_norm": 0.0, "logging_steps": 500, "optim": "adamw_torch_fused",
+        "learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 1000,
+        "lr_scheduler_kwargs": {"min_lr_rate": 1e-4}, "zero.stage": 0,
+    }  # fmt: skip
+    assert {".".join(fault.key) for fault in draft.spare} >= {"max_grad_norm", "optimizer.params.lr"}
+    assert [".".join(fault.key) for fault in draft.lost] == ["scheduler.type"]
+
+
 def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:
     """All names of TrainingArguments are known, and nothing that is at its default is lost."""
     from transformers import TrainingArguments
@@ -388,6 +403,13 @@ def test_refused(case: str, tmp_path: Path) -> None:
 def test_refused_commands(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.sh: holds 2 commands; give the one that trains after --"):
         read(tmp_path, {"a.sh": "python a.py --seed 1\npython b.py --seed 2"})
+    with pytest.raises(ConfigError, match=r"a\.sh: neither options of a script, nor a file that is here"):
+        read(tmp_path, {"a.sh": "python a.py"})
+    twice = {"a.yaml": "template: x\ndataset: y", "data/dataset_info.json": '{"y": 1, "y": 2}'}
+    with pytest.raises(
+        ConfigError, match=r"data/dataset_info\.json:1: y = 2: duplicate key, first on line 1; keep one"
+    ):
+        read(tmp_path, twice)
     with pytest.raises(ConfigError, match=r"^a\.yml: no such file"):
         read_all(["a.yml"], [], None)
 
@@ -403,6 +425,12 @@ def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) ->
             inner[name.rpartition(".")[2]] = deepcopy(odd)
         draft = imported([Source(kind, "odd.yaml", tree)])
         assert len(draft.lost) > 3 and parse(draft.text("start"), "")[0] == draft.tree()
+
+
+def test_whose_it_is_can_be_said(tmp_path: Path) -> None:
+    arguments = {"args.json": {"output_dir": "o"}}
+    assert read(tmp_path, arguments).of("training.learning_rate") is None
+    assert read(tmp_path, arguments, kind="trl").of("training.learning_rate") == 2e-5
 
 
 def test_a_command_that_names_files_alone(tmp_path: Path) -> None:

@@ -127,12 +127,16 @@ def test_what_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "model", "--data", "min.jsonl"], "--data min.jsonl: there is no such file; did you mean 'mine"),
         (["--model", "./modl"], "--model ./modl: there is no such folder; did you mean 'model'?"),
         (["--model", "run"], "--model run: is the folder of a run; name its export, run/export"),
+        (["--model", "empty"], "--model empty: the folder holds no model"),
         (["--model", "model", "--out", "there.yaml"], "--out there.yaml: is there already; name another file"),
+        (["--model", "model", "--out", "no/x.yaml"], "--out no/x.yaml: No such file or directory"),
+        (["--model", "model/config.json"], "--model model/config.json: is a file; name the folder of a model saved"),
         (["dpo", "--model", "model", "--data", "mine.jsonl"], "mine.jsonl: task dpo needs "),
         (["seq2seq", "--model", "model"], 'task = "seq2seq": llama models are not for it'),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
     Path("run/export").mkdir(parents=True)
     Path("there.yaml").write_text("mine")
     rows("mine.jsonl", {"text": "a"})

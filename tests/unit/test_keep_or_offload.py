@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from deepstow.benchmarks.placements import best_known, instance
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Precision, Rates, Tier
-from deepstow.strategies.core.layout import Item
+from deepstow.strategies.core.layout import Item, Site, aligned, needs
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.registry import find
@@ -59,6 +60,42 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
             away = only_while_used(made, copies)
             rounded = sum(pool.num_bytes for pool in slot_pools(away) if pool.item is Item.COPY)
             assert sizes.host + sum(copies.values()) + rounded == place(away).num_bytes(Tier.HOST)
+
+
+@settings(max_examples=25, deadline=None)
+@given(random_facts(), options)
+def test_the_least_bytes_are_those_of_each_bucket_at_its_smallest_place(known: Facts, asked: dict[str, Any]) -> None:
+    """Without slots, which buckets share; a plan is refused by them before anything is worked out."""
+    places = Places(known, request(**asked))
+    leave = {*places.blocks, *places.offloadable(tuple(choices[-1] for choices in places.choices))}
+
+    def least(index: int) -> int:
+        found = []
+        for choice in places.choices[index]:
+            placement = tuple(choice if at == index else some[0] for at, some in enumerate(places.choices))
+            made = places.layout(placement)
+            for layout in (made, only_while_used(made, [index])) if index in leave else (made,):
+                held = [need for need in needs(layout.buckets[index], layout) if not need.passes]
+                found.append(sum(aligned(need.num_bytes, need.tier) for need in held))
+        return min(found)
+
+    assert places.least_bytes == sum(map(least, range(len(places.buckets))))
+
+
+@pytest.mark.slow
+def test_more_memory_is_never_slower() -> None:
+    """A climb may miss 1 % of what the one for less memory found."""
+    known = large(blocks=4, max_grad_norm=0.0)
+    found = []
+    for size in (2, 3, 4, 6, 40):
+        try:
+            found.append(seconds(known, size * GIB))
+        except Refusal:
+            assert not found, "what fits into less fits into more"
+    assert len(found) > 4
+    for slow, fast in pairwise(found):
+        assert fast <= slow * 1.01
+    assert found[-1] < 0.8 * found[0]
 
 
 def test_blocks_are_cut_as_far_as_it_shortens_what_moves() -> None:
@@ -152,3 +189,13 @@ def test_more_choices_are_never_slower(seed: int, staying_ends: Any) -> None:
             assert ours <= seconds_of(known, replace(asked, site=site)) * 1.005
     staying_ends()
     assert ours <= seconds_of(known, asked) * (1 + 1e-9)
+
+
+def test_large_ends_are_streamed_where_the_cpu_is_slow(staying_ends: Any) -> None:
+    slow = replace(CARD, update_fp32_params_per_s=4e8, update_bf16_params_per_s=4e8)
+    known = large(blocks=4, width=2048, rates=slow)
+    asked = request(2 << 30)
+    assert Site.STREAMED in {bucket.site for bucket in choose(known, asked).buckets if bucket.name == "embedding"}
+    ours = seconds_of(known, asked)
+    staying_ends()
+    assert ours < 0.6 * seconds_of(known, asked)

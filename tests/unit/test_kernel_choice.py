@@ -63,6 +63,11 @@ def test_flash_attention_comes_first_where_it_runs(monkeypatch: pytest.MonkeyPat
     assert taken(monkeypatch, config, here=False)[0] == "sdpa_varlen"
 
 
+def test_what_was_written_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(model={"attn_implementation": "eager"}, data={"packing": True})
+    assert taken(monkeypatch, config) == ("eager",)
+
+
 def test_nothing_later_takes_auto() -> None:
     with pytest.raises(ConfigError) as caught:
         check_options(run_config(model=AUTO), 1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepstow.strategies.core.facts import Facts, Tier
+from deepstow.strategies.core.facts import Facts, Param, Tier
 from deepstow.strategies.core.layout import (
     ITEM_BYTES,
     SCRATCH_ELEMENTS,
@@ -21,7 +21,7 @@ from deepstow.strategies.core.layout import (
     uses,
 )
 from deepstow.strategies.planner.buckets import block_bytes, form
-from tests.helpers.layouts import bucket, layout, random_facts, transformer
+from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
 
 N = 1024  # elements of the bucket below
 
@@ -117,6 +117,17 @@ def test_small_blocks_are_packed_and_large_ones_cut() -> None:
     cut = form(known, 5 * 64 * 64 * 4)
     assert [b.name for b in cut[:4]] == ["embedding", "layers.0/0", "layers.0/1", "layers.1/0"]
     assert cut[1].params == ("layers.0.norm", "layers.0.attention")
+
+
+def test_names_tell_groups_dtypes_and_frozen_ones_apart() -> None:
+    kinds = [("float32", 0), ("float32", None), ("bfloat16", 0), ("bfloat16", 0)]
+    made = form(facts_of(*(Param(f"p{i}", "embedding", 257, dtype, group) for i, (dtype, group) in enumerate(kinds))))
+    assert (made[-1].offsets, made[-1].num_elements) == ((0, 512), 1024), "aligned to 512 bytes"
+    assert [b.name for b in made] == [
+        "embedding:group0:float32",
+        "embedding:frozen:float32",
+        "embedding:group0:bfloat16",
+    ]
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from deepstow.strategies.core.compose import compose
+from deepstow.strategies.core.protocol import BITWISE
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.forward import fastest_routes, routed_linear
 from deepstow.strategies.engine.forward.fastest_routes import Shape, fastest, measured
@@ -22,6 +23,11 @@ SHAPE = Shape(10, 4, 6, "out_in", torch.float32, trains=True)
 
 def linear(**options: Any) -> Any:
     return find("linear").model_validate(options)
+
+
+def test_parity_is_declared_by_mode() -> None:
+    assert linear(transpose="native").parity(run_facts(accumulation=3)) == BITWISE
+    assert linear().parity(run_facts()).tolerance == 1e-4
 
 
 def test_the_plan_says_who_computes() -> None:

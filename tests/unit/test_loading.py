@@ -110,3 +110,8 @@ def test_what_is_said_before() -> None:
     large = run_config(LLAMA, **small, dataloader_num_workers=2, per_device_train_batch_size=10**9)
     line = loading.shortage(large, 3)
     assert line is not None and "6 loading processes may put " in line and " into /dev/shm, which has " in line
+
+
+def test_other_errors_are_not_explained() -> None:
+    for error in (RuntimeError("shape"), OSError(28, "No space", "/a/file"), ValueError("DataLoader timed out")):
+        assert loading.explained(error) is None

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from deepstow.strategies.state import processes
+from deepstow.trainer.distributed.exit_file import ExitFile
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.planning.from_config import WRITTEN
 from deepstow.trainer.run import lock
@@ -79,6 +80,15 @@ def test_of_many_starters_one_wins_every_time(tmp_path: Path) -> None:
         assert code_of(left.pop()) == 0
         os.close(go[0])
         os.close(stay[0])
+
+
+def test_a_folder_that_a_refused_run_has_made_goes_again(tmp_path: Path) -> None:
+    with held(run_config(LLAMA, output_dir=tmp_path / "a" / "run")):
+        ended = ExitFile()
+        ended.folder = tmp_path / "a" / "run"
+        ended.clear()
+        assert (tmp_path / "a" / "run" / NAME).exists()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_line_names_the_holder_and_a_killed_holder_is_forgotten(tmp_path: Path) -> None:
@@ -162,6 +172,18 @@ def test_the_folder_is_held_though_the_file_was_removed(tmp_path: Path) -> None:
         for each in (pid, loader):
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
+
+
+def test_a_loader_that_outlives_its_run_does_not_hold_the_folder(tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path)
+    with held(config):
+        loader = in_child(signal.pause)
+    try:
+        with held(config):
+            pass
+    finally:
+        os.kill(loader, signal.SIGKILL)
+        code_of(loader)
 
 
 def test_without_locks_of_folders_the_file_is_what_protects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,12 +108,21 @@ def test_cards_are_told_apart() -> None:
         ("NVIDIA H100 80GB HBM3", 989.4e12, 989.4e12),
         ("NVIDIA H100 PCIe", 756e12, 756e12),
         ("Tesla V100-SXM2-16GB", None, 125e12),
+        ("NVIDIA A10", 125e12, 125e12),
         ("NVIDIA A10G", 70e12, 70e12),
+        ("AMD Instinct MI300X VF", 1307.4e12, 1307.4e12),
     ):
         peak = probe.peak_flops(name)
         assert (peak.get("bf16"), peak.get("fp16")) == (bf16, fp16), name
     for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4080 SUPER", "cpu", ""):
         assert probe.peak_flops(name) == {}, name
+
+
+def test_profiles_state_efficiency_of_the_link() -> None:
+    for name, rate in (("h100-pcie5", 53.6e9), ("rtx4090-pcie4", 26.8e9), ("l4-pcie4", 13.4e9)):
+        known = profiles.profile(name).rates
+        assert known is not None and known.up_bytes_per_s == known.down_bytes_per_s == pytest.approx(rate, rel=0.01)
+    assert profiles.profile("cpu").peak_flops == {}
 
 
 def test_unknown_profile_lists_all_and_names_the_nearest() -> None:

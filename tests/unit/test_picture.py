@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -100,6 +101,28 @@ def test_the_bars_add_up_to_the_peak_where_there_is_no_step() -> None:
         assert sum(size for _, size in parts(plan, tier)) == plan.peak(tier)
         assert sum(bar.get_width() for bar in axes.patches) * (1 << 40) == pytest.approx(plan.peak(tier))
         assert axes.lines[0].get_xdata()[0] == 1.0 and "(TiB)" in axes.get_xlabel(), "what the machine has"
+
+
+@pytest.mark.parametrize("which", ["step", "far", "bars", "beside"])
+def test_no_word_is_upon_another(which: str) -> None:
+    plan, cost = simulated()
+    name = "a name with $price$ and\ntwo lines"
+    figure = {
+        "step": lambda: draw(plan, cost, model=name, budget=2 * plan.peak(Tier.DEVICE)),
+        "far": lambda: draw(plan, cost, model=name),
+        "bars": lambda: draw(Plan.baseline(known(FAST)), None, model=name),
+        "beside": lambda: beside(plan, {"one": (cost.seconds, cost.outcome.events), "two": (20, DID)}, model=name),
+    }[which]()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    axes = [axis for each in figure.axes for axis in (each.xaxis, each.yaxis)]
+    ticks = [(axis.get_view_interval(), tick) for axis in axes for tick in axis.get_major_ticks()]
+    beyond = {tick.label1 for ends, tick in ticks if not min(ends) <= tick.get_loc() <= max(ends)}
+    shown = [each for each in figure.findobj(Text) if each.get_text() and each.get_visible() and each not in beyond]
+    boxes = [(each.get_text(), each.get_window_extent(canvas.get_renderer())) for each in shown]
+    assert [(one, two) for (one, box), (two, other) in combinations(boxes, 2) if box.overlaps(other)] == []
+    assert any(r"\$price\$ and\ntwo lines" in said for said, _ in boxes)
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for _, box in boxes)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

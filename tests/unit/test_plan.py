@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.facts import MachineFacts
+from deepstow.strategies.core.facts import MachineFacts, Precision
 from deepstow.strategies.core.plan import (
     RUN,
     Conflict,
@@ -22,7 +22,7 @@ from deepstow.strategies.core.plan import (
     Tier,
     When,
 )
-from deepstow.strategies.core.protocol import Phase
+from deepstow.strategies.core.protocol import Idle, Phase
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.report import explain, full_report
 from deepstow.strategies.report.plan_table import table
@@ -42,6 +42,14 @@ def engine_set(key: str, value: int | str, reason: str = "test") -> EngineSet:
 
 
 # The baseline
+
+
+def test_baseline_bytes() -> None:
+    """Autocast keeps fp32 parameters, so plain training takes the same bytes in every precision."""
+    plan = Plan.baseline(facts(precision=Precision.BF16, moments=1))
+    assert {kind: plan.total(kind) for kind in Kind} == {
+        Kind.PARAM: 4 * 100, Kind.GRAD: 4 * 100, Kind.MASTER: 0, Kind.MOMENT: 4 * 100
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("shards", "params"), [(1, 6 * 4 + 14 * 2), (3, 2 * 4 + 5 * 2)])
@@ -112,6 +120,15 @@ def test_a_later_phase_decides_again_only_what_was_left_open() -> None:
     assert plan.answers[again.slot] == (again, "second")
     with pytest.raises(TypeError, match="second may not decide Keep"):
         compose({"first": fake(Phase.KEEP, [replace(left_open, open=False)]), "second": second}, facts())
+
+
+def test_idle_strategies_are_listed_with_their_reason() -> None:
+    def nothing_here(*_: object) -> list[Decision]:
+        raise Idle("one rank has nobody to share with")
+
+    plan = compose({"lonely": fake(Phase.WHO, nothing_here), "mute": fake(Phase.HOW, [])}, facts())
+    assert dict(plan.idle) == {"lonely": "one rank has nobody to share with", "mute": "decided nothing"}
+    assert "idle: strategies.lonely: one rank has nobody to share with" in table(plan).splitlines()
 
 
 # Peaks as labelled sums, in bytes

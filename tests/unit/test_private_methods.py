@@ -121,3 +121,10 @@ def test_no_others_are_used(private: set[str]) -> None:
     found = {where: names for where, tree in trees.items() if (names := set(uses(tree, private, own)))}
     assert found == {where: set(names) for where, names in WHERE.items()}
     assert len(TRAINER) <= 2 and len(STOWED) <= 4
+
+
+def test_each_has_its_test() -> None:
+    for names in WHERE.values():
+        for _, test in names.values():
+            path, _, name = test.partition("::")
+            assert f"def {name}(" in (TESTS / path).read_text(), test

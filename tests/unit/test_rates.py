@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deepstow.launch import doctor
-from deepstow.strategies.core.facts import Rates
+from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.errors import ExitCode
@@ -169,11 +169,32 @@ def test_a_card_of_this_machine_is_known_by_the_names_that_torch_gives_it(
 ) -> None:
     monkeypatch.setattr(profiles, "stored_at", lambda: tmp_path / "none.json")
     here = replace(probe(), device_kind="cuda", device_total_bytes=GIB)
-    named_alike = {"NVIDIA H200": "h200-sxm-pcie5", "AMD Instinct MI300X OAM": "mi300x-pcie5", "Tesla T4": "t4-pcie3"}
-    for name, named in named_alike.items():
+    for name, named in {
+        "NVIDIA H200": "h200-sxm-pcie5", "NVIDIA B200": "b200-pcie5", "NVIDIA L40S": "l40s-pcie4",
+        "AMD Instinct MI300X": "mi300x-pcie5", "AMD Instinct MI300X OAM": "mi300x-pcie5", "Tesla T4": "t4-pcie3",
+        "NVIDIA T4": "t4-pcie3", "NVIDIA A10": "a10-pcie4", "NVIDIA A10G": "a10g-pcie4",
+        "NVIDIA RTX A6000": "a6000-pcie4", "NVIDIA GeForce RTX 4080": "rtx4080-pcie4",
+        "NVIDIA GeForce RTX 3060": "rtx3060-pcie4",
+    }.items():  # fmt: skip
         assert profiles.known_rates(replace(here, name=name)).rates == profiles.PROFILES[named].rates
-    for other in ("NVIDIA H200 NVL", "NVIDIA GeForce RTX 3060 Laptop GPU"):
+    for other in ("NVIDIA H200 NVL", "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA RTX 6000 Ada Generation"):
         assert profiles.known_rates(replace(here, name=other)).rates is None
+
+
+@pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
+def test_named_cards_are_complete_and_possible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "stored_at", lambda: pytest.fail("what was measured here does not count"))
+    card = profiles.profile(name)
+    known, peak = profiles.known_rates(card).rates, card.peak_flops
+    assert card.origin == "profile" and 0 < card.device_total_bytes < card.host_available_bytes
+    assert known is not None and known.origin == "profile"
+    half = Precision.BF16 if "bf16" in peak else Precision.FP16
+    assert 0.39 * peak[half.value] < known.gemm_flops(half) < peak[half.value]
+    assert 0.4 * peak["fp32"] < known.gemm_flops(Precision.FP32) < peak["fp32"]
+    assert 0.5 <= known.duplex_factor < 1 and 0 < known.link_latency_s < 1e-4
+    for precision in Precision:
+        assert 0 < HOST_UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001
+    assert known.dram_bytes_per_s < known.device_bytes_per_s
 
 
 def test_updates_are_made_beside_launches() -> None:

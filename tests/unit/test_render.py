@@ -135,3 +135,8 @@ def test_saved_tensors_are_an_estimate_and_end_nothing() -> None:
     assert "too much" in next(iter(summary(plan)))
     with pytest.raises(ConfigError):
         refuse_impossible(Plan.baseline(replace(known, machine=MachineFacts("gpu", 3199, 0))))
+
+
+def test_human() -> None:
+    texts = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", -2048: "-2.0 KiB", 1 << 30: "1.0 GiB", 3 << 40: "3.00 TiB"}
+    assert {num_bytes: human(num_bytes) for num_bytes in texts} == texts

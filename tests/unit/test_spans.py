@@ -205,6 +205,18 @@ def written(folder: Path, *owners: Owner) -> Saved:
     return saved_state.opened(folder)
 
 
+def test_rows_of_three_ranks(tmp_path: Path) -> None:
+    """As an engine writes whose ranks own rows: each its own, and whole parameters of which others have nothing."""
+    whole = Span("b", "exp_avg", (2,), 0, torch.tensor([1.0, 2.0]))
+    saved = written(tmp_path, Owner(cut((0, 8))), Owner([*cut((8, 16)), whole]), Owner(cut((16, 24))))
+    assert saved.parameters["a.w"] == Described(SHAPE, "float32", {"step": 3.0}, {"exp_avg": SHAPE})
+    into = torch.empty(SHAPE)
+    saved.store.read("a.w", "exp_avg", 0, into)
+    assert torch.equal(into, VALUES)
+    assert saved.param_groups == [{"params": ["a.w"], "lr": 0.1, "betas": [0.9, 0.95]}]
+    assert saved.extra == {"steps": 3}
+
+
 def test_a_save_that_lacks_something_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(SpanError, match="8 of 24 elements are in no file"):
         written(tmp_path, Owner(cut((0, 8))), Owner(cut((16, 24))))

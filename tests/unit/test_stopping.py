@@ -121,6 +121,9 @@ def test_ctrl_c_while_preparing_ends_the_run_with_its_own_code() -> None:
     child.send(INT)
     child.send(TERM)
     assert child.end() == (130, "in order; SIGINT: stopped before training began; nothing was saved")
+    child = Child(stuck, STUCK_S=0.2)
+    child.send(INT)
+    assert child.end() == (130, "SIGINT: stopped before training began; nothing was saved\n")
 
 
 @pytest.mark.parametrize("others", [(INT, TERM), (TERM, INT), (INT, INT)])
@@ -229,19 +232,23 @@ def test_the_end_of_any_launcher_above_is_noticed() -> None:
     assert one_is_gone(chain)
 
 
-def test_a_launcher_that_was_killed_is_a_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["TRAINING", "PREPARING"])
+def test_a_launcher_that_was_killed_is_a_request(phase: str, tmp_path: Path) -> None:
     """The launcher is a program of that name; what it starts listens."""
     listener = f"""
 import os, sys, time
 from pathlib import Path
-from deepstow.trainer.distributed.stopping import Phase, Stop
+from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
 done = Path({str(tmp_path / "done")!r})
 with Stop().listening() as stop:
-    stop.phase = Phase.TRAINING
+    stop.phase = Phase.{phase}
     assert stop.launchers
     Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
-    stop.wait(20)
-    done.write_text(str(stop.reason))
+    try:
+        stop.wait(20)
+        done.write_text(str(stop.reason))
+    except Stopped as stopped:
+        done.write_text(stopped.line)
 """
     (tmp_path / "listener.py").write_text(listener)
     program = tmp_path / "torchrun"
@@ -253,7 +260,8 @@ with Stop().listening() as stop:
     launcher.kill()
     launcher.wait()
     _until(lambda: (tmp_path / "done").exists() and (tmp_path / "done").read_text())
-    assert (tmp_path / "done").read_text().startswith(LAUNCHER)
+    said = (tmp_path / "done").read_text()
+    assert said.startswith(LAUNCHER) and (phase == "TRAINING" or said.endswith("nothing was saved"))
 
 
 def _until(true: Callable[[], Any], timeout_s: float = 20.0) -> None:

@@ -203,7 +203,7 @@ def test_a_tracker_that_does_not_start(tracker: str, asked: str, monkeypatch: py
     assert caught.value.lines == (line,)
 
 
-@pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (10, "KILLED"), (14, "FAILED")])
+@pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (130, "KILLED"), (10, "KILLED"), (14, "FAILED")])
 def test_mlflow_hears_how_the_run_has_ended(
     code: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

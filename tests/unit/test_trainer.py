@@ -18,7 +18,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.verify.verify import compare, full_weights
-from tests.helpers.moves import made
+from tests.helpers.moves import forget_run, made
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from tests.helpers.worlds import run_counted
 
@@ -46,6 +46,15 @@ def train(ranks: Ranks, config: RunConfig, train_rows: Sequence[Row]) -> dict[st
         return {"weights": weights, "loss": logged(trainer, "loss"), "grad_norm": logged(trainer, "grad_norm")}
     finally:
         trainer.accelerator.free_memory()
+
+
+def trained(ranks: Ranks, configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
+    """What ``train`` has of each, on the same rows in the same ranks."""
+    found = {}
+    for name, config in configs.items():
+        found[name] = train(ranks, config, UNEVEN)
+        forget_run()
+    return found
 
 
 def worst(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
@@ -97,12 +106,13 @@ def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row]) -> dict[s
 
 
 @pytest.mark.ranks
-def test_evaluation_is_the_mean_over_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategies", [{}, OFFLOADED], ids=["plain", "offloaded"])
+def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, strategies: Any) -> None:
     """Seven rows of different length, two at a time: the last batch is smaller, and one of two ranks has a row less."""
     held_out = [document(length, index, masked=length // 3) for index, length in enumerate((5, 16, 9, 12, 6, 14, 4))]
     config = run_config(
         {**LLAMA, "initializer_range": 0.4}, output_dir=tmp_path, per_device_eval_batch_size=2, eval_strategy="epoch",
-        data={"eval_fraction": 0.5}, strategies=OFFLOADED,
+        data={"eval_fraction": 0.5}, strategies=strategies,
     )  # fmt: skip
     found = run_counted(2, evaluate, config, held_out)
     assert found["tokens"] == found["counted"]
@@ -114,6 +124,25 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path: Path) -> None:
 # What a step is made of
 
 UNEVEN = [document(4 + index % 11, index, masked=index % 4) for index in range(32)]
+
+
+@pytest.mark.ranks
+def test_accumulation_is_only_a_matter_of_memory(tmp_path: Path) -> None:
+    """Four times two rows weigh every trained token as eight rows do, though parts hold different numbers of them.
+
+    Not bitwise: gradients of parts are rounded before they are added, and rows are padded to another length.
+    """
+    configs = {
+        name: run_config(
+            LLAMA, output_dir=tmp_path, stage=2, max_steps=2, logging_steps=1,
+            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, **STEP,
+        )
+        for name, batch, accumulation in (("parts", 2, 4), ("whole batch", 8, 1), ("other", 2, 1))
+    }  # fmt: skip
+    parts, whole_batch, other = run_counted(2, trained, configs).values()
+    assert worst(parts, whole_batch) <= 1e-6
+    assert parts["loss"] == pytest.approx(whole_batch["loss"], rel=1e-6)
+    assert worst(other, whole_batch) > 1e-3  # a step on other rows is another step
 
 
 def in_rows(documents: Sequence[Row], length: int, *, packing: bool) -> list[dict[str, list[int]]]:
@@ -148,3 +177,21 @@ def test_packed_training_is_unpacked_training(tmp_path: Path, base: Mapping[str,
 
 
 # What is logged
+
+
+@pytest.mark.ranks
+def test_stage_0_clips_as_torch_does_and_logs_the_norm(tmp_path: Path) -> None:
+    configs = {
+        name: run_config(
+            LLAMA, output_dir=tmp_path, stage=stage, max_steps=3, logging_steps=1, per_device_train_batch_size=2,
+            gradient_accumulation_steps=2, max_grad_norm=limit, learning_rate=1e-2,
+        )
+        for name, stage, limit in (("plain", None, 0.05), ("stage 0", 0, 0.05), ("unclipped", 0, 0.0))
+    }  # fmt: skip
+    plain, stage_0, unclipped = run_counted(2, trained, configs).values()
+    assert compare(stage_0["weights"], plain["weights"]) == []
+    assert stage_0["grad_norm"] == plain["grad_norm"]
+    assert len(stage_0["grad_norm"]) == 3
+    assert min(stage_0["grad_norm"]) > 0.05  # clipping had something to do
+    assert compare(unclipped["weights"], stage_0["weights"]) != []
+    assert unclipped["grad_norm"][0] == stage_0["grad_norm"][0]  # the norm is logged where nothing is clipped, too

@@ -163,6 +163,18 @@ def test_nothing_can_move(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert line.startswith("nothing can move in a copy of this model") and "leave its site and weights at auto" in line
 
 
+def test_strategies_that_are_not_offload_are_not_made_to_move(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(strategies={"recompute": {"policy": "full"}})
+    monkeypatch.setattr(verify, "verify", lambda *_: [])
+    assert command.report(config, 2, 3) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "training a shrunk copy twice, 3 steps on 2 ranks: plain, and with strategies recompute",
+        "bitwise equal",
+    ]
+
+
 def test_in_bf16_the_engine_is_compared_with_itself_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its optimizer kept; then one run with plain training and SGD."""
     runs: list[tuple[Any, bool]] = []
