@@ -22,3 +22,12 @@ def lives(pid: int, start: float) -> bool:
     """Whether the process of this machine that began at ``start`` has not ended, as far as that can be seen."""
     now = started_at(pid)
     return now is not None and (now < 0 or abs(now - start) < SAME_START_S)
+
+
+def is_ending(pid: int, start: float) -> bool:
+    """Whether the process of this machine that began at ``start`` has been killed, and not all of it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE and abs(process.create_time() - start) < SAME_START_S
+    except psutil.Error:
+        return False

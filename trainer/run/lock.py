@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepstow.strategies.state.processes import lives, started_at
+from deepstow.strategies.state.processes import is_ending, lives, started_at
 from deepstow.trainer.distributed.exit_file import ROOM
 from deepstow.trainer.errors import write_line
 
@@ -46,7 +46,8 @@ UNSUPPORTED = frozenset([errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIN
 TOUCHED_S = 10.0  # between two touches of the holder
 LOOKS = 2  # of the holder's in which the folder is another one, before it believes that
 WATCHED_S = 90.0  # network file systems show a new time up to a minute later
-ENDING_S, LOOK_S = 30.0, 0.05  # for how long a killed process may be about to go, with its memory, and its locks
+ENDING_S = 30.0  # for how long a killed process may be about to go, with its memory
+GONE_S, LOOK_S = 1.0, 0.05  # for how long its locks may be seen when it has gone; between two looks
 
 
 class Holder(NamedTuple):
@@ -129,7 +130,7 @@ def _folder_held(config: RunConfig) -> Iterator[None]:
 
 def _lock_folder(handle: int) -> None:
     """Raise BlockingIOError if another process has it, and is not one that has just given the file's lock back."""
-    end_s = time.monotonic() + 20 * LOOK_S
+    end_s = time.monotonic() + GONE_S
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,7 +173,7 @@ def _is_touched(handle: int) -> bool:
 
 def _take(config: RunConfig, path: Path) -> tuple[int, str]:
     """The descriptor that holds the lock on ``path``, and what is in it: our name."""
-    end_s = time.monotonic() + ENDING_S
+    began_s = time.monotonic()
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -191,7 +192,7 @@ def _take(config: RunConfig, path: Path) -> tuple[int, str]:
             works = _lock(handle)
             found = read(os.pread(handle, 4096, 0))
             if works is None:
-                if found is None or _may_live(found) or time.monotonic() > end_s:
+                if found is None or time.monotonic() - began_s > _patience_s(found):
                     raise _refused(config, path, found)
                 os.close(handle)
                 time.sleep(LOOK_S)
@@ -239,9 +240,13 @@ def _lock(handle: int) -> bool | None:
     return True
 
 
-def _may_live(holder: Holder) -> bool:
-    """Whether it is not known to have been killed: its threads may end later, and its locks with the last one."""
-    return holder.host != socket.gethostname() or lives(holder.pid, holder.start)
+def _patience_s(holder: Holder) -> float:
+    """How long its lock is waited for: until a killed one is gone, whose threads end one after the other, and its
+    locks with the last of them. One that is not there may have just gone, or is in another container.
+    """
+    if holder.host != socket.gethostname() or lives(holder.pid, holder.start):
+        return 0.0
+    return ENDING_S if is_ending(holder.pid, holder.start) else GONE_S
 
 
 def _is_at(handle: int, path: Path) -> bool:
