@@ -301,8 +301,8 @@ def test_the_plan_against_the_run(
     assert (len(re.findall("link (up|down) .*, as planned", capsys.readouterr().out)) == 2) is (block == 0)
     marks = check._clock.marks  # of the last step
     together, blocks = len(list(filter(lambda mark: mark[0] == "start", marks))), list(check._clock.blocks)
-    taken = {way: [name for what, name, _ in marks if what == way] for way in ("in", "back")}
-    turns = {"in": blocks, "back": blocks[::-1]}
+    taken = {way: [name for what, name, _ in marks if what == way] for way in ("in", "backward")}
+    turns = {"in": blocks, "backward": blocks[::-1]}
     assert taken == {way: [name for name in names for _ in range(together)] for way, names in turns.items()}
     wrong = [pair for pair in pairwise(mark[0] for mark in marks) if pair[1] not in SPANS.get(pair[0], pair)]
     assert together > 1 and wrong == [], "a time that is measured has the turn of another in it"

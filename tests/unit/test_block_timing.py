@@ -58,8 +58,8 @@ def test_marks_stand_at_the_borders_of_blocks(recompute: bool) -> None:
     clock = timed(recompute)
     names = list(clock.blocks)
     forward = [mark for name in names for mark in (("in", name), ("out", name))]
-    backward = [mark for name in reversed(names) for mark in (("back", name), ("done", name))]
-    begins, ends = [("start", ""), ("come", names[0])], [("on", names[-1]), ("end", "")]
+    backward = [mark for name in reversed(names) for mark in (("backward", name), ("done", name))]
+    begins, ends = [("start", ""), ("embedded", names[0])], [("head", names[-1]), ("end", "")]
     assert [mark[:2] for mark in clock.marks] == 2 * [*begins, *forward, *ends, *backward]
     assert clock.seconds() == UnitTimes((1.0, block_timing.LEAST), (1.0, 1.0), (1.0, 1.0), "")
 
@@ -68,15 +68,15 @@ def test_where_micro_batches_take_turns_only_a_turn_counts() -> None:
     """Layers first, two micro-batches and two blocks, with the seconds at which each mark stands."""
     clock = Counted(nn.Identity(), {}, torch.device("cpu"))
     clock.marks = [
-        ("start", "", 0), ("come", "0", 1), ("start", "", 1), ("come", "0", 2),
+        ("start", "", 0), ("embedded", "0", 1), ("start", "", 1), ("embedded", "0", 2),
         ("in", "0", 9), ("out", "0", 11), ("in", "0", 11), ("out", "0", 13),  # weights are waited for before the first
         ("in", "1", 20), ("out", "1", 22), ("in", "1", 22), ("out", "1", 24),
-        ("on", "1", 24), ("end", "", 27), ("on", "1", 32), ("end", "", 35),  # backward of each head follows it
-        ("back", "1", 40), ("back", "1", 44), ("done", "1", 48), ("back", "0", 60),
-        ("done", "1", 64), ("back", "0", 64),
+        ("head", "1", 24), ("end", "", 27), ("head", "1", 32), ("end", "", 35),  # backward of each head follows it
+        ("backward", "1", 40), ("backward", "1", 44), ("done", "1", 48), ("backward", "0", 60),
+        ("done", "1", 64), ("backward", "0", 64),
     ]  # fmt: skip
     assert clock.seconds() == UnitTimes((1.0, block_timing.LEAST), (2.0, 4.0), (3.0, 5.0), "")
-    heads = [("on", "1", 24), ("end", "", 27), ("on", "1", 27), ("end", "", 30)]
+    heads = [("head", "1", 24), ("end", "", 27), ("head", "1", 27), ("end", "", 30)]
     clock.marks[12:16] = heads  # and come back together
     found = clock.seconds()
     assert found is not None and found.head == pytest.approx((3.0, 5.0))
@@ -87,7 +87,7 @@ def test_what_is_not_trained_is_not_timed() -> None:
     clock = timed(trains=lambda name: "embed" not in name)
     found = clock.seconds()
     assert found is not None and found.block == (1.0, 1.0)
-    clock.marks = [mark for mark in clock.marks if mark[0] not in ("back", "done")]
+    clock.marks = [mark for mark in clock.marks if mark[0] not in ("backward", "done")]
     assert clock.seconds() is None
 
 

@@ -37,17 +37,21 @@ FILE = "facts.json"
 TIMES = TypeAdapter(UnitTimes)
 BLOCKS, ROUNDS = 3, 3  # how many blocks ``measure`` runs, and how often
 LEAST = 1e-9  # seconds; a unit that takes no time would divide by zero
-
-
 # What is timed begins with these marks, and lasts until the next mark, if that is one of those.
-SPANS = {"start": ("come",), "in": ("out",), "on": ("end",), "end": ("on", "back"), "back": ("back", "done")}
+SPANS = {
+    "start": ("embedded",),
+    "in": ("out",),
+    "head": ("end",),
+    "end": ("head", "backward"),
+    "backward": ("backward", "done"),
+}
 
 
 @dataclass(slots=True)
 class UnitClock:
-    """Marks of micro-batches, in order: when the model begins (``start``) and comes to the first block (``come``), the
-    forward of each block (``in``, ``out``), when the model goes on after the last one (``on``) and ends (``end``), the
-    backward of each block (``back``) and the gradient of what it was given (``done``).
+    """Marks of micro-batches, in order: when the model begins (``start``) and comes to the first block (``embedded``),
+    the forward of each block (``in``, ``out``), when the model goes on after the last one (``head``), when it ends
+    (``end``), the backward of each block (``backward``), and the gradient of what it was given (``done``).
 
     Micro-batches may take turns in each block: then a turn ends with a mark of the next one.
     """
@@ -83,11 +87,13 @@ class UnitClock:
                 hooks.callback(handle.remove)
 
             keep(self.model.register_forward_pre_hook(self._start))
-            keep(self.blocks[first].register_forward_pre_hook(partial(self._if_inside, "come", first), prepend=True))
+            keep(
+                self.blocks[first].register_forward_pre_hook(partial(self._if_inside, "embedded", first), prepend=True)
+            )
             for name, block in self.blocks.items():
                 keep(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 keep(block.register_forward_hook(partial(self._leave, name), prepend=True))
-            keep(self.blocks[last].register_forward_hook(partial(self._if_inside, "on", last)))
+            keep(self.blocks[last].register_forward_hook(partial(self._if_inside, "head", last)))
             keep(self.model.register_forward_hook(self._end))
             yield
 
@@ -105,7 +111,7 @@ class UnitClock:
         if torch.is_grad_enabled():
             self._inside -= 1
             for name, node in self._nodes:
-                node.register_prehook(partial(lambda name, grads: self.mark("back", name), name))
+                node.register_prehook(partial(lambda name, grads: self.mark("backward", name), name))
             self._nodes.clear()
             self.mark("end")
 
@@ -140,8 +146,8 @@ class UnitClock:
             return None
         # Heads may come back together, after the last of them has ended.
         ends = sum(what == "end" for what, _, _ in self.marks)
-        first, forward, on, backward = (fmean(spans[what]) for what in ("start", "in", "on", "back"))
-        return UnitTimes((first, LEAST), (forward, backward), (on, sum(spans["end"]) / ends), "")
+        first, forward, backward, head = (fmean(spans[what]) for what in ("start", "in", "backward", "head"))
+        return UnitTimes((first, LEAST), (forward, backward), (head, sum(spans["end"]) / ends), "")
 
     def _between(self, since: Any, until: Any) -> float:
         if self.device.type != "cpu":

@@ -194,8 +194,8 @@ def _take(config: RunConfig, path: Path) -> tuple[int, str]:
             if works is None:
                 if found is None or time.monotonic() - began_s > _patience_s(found):
                     raise _refused(config, path, found)
-                os.close(handle)
                 time.sleep(LOOK_S)
+                os.close(handle)
                 continue
             if not _is_at(handle, path):  # the former holder has just removed it
                 os.close(handle)

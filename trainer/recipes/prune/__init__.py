@@ -90,7 +90,7 @@ class Prune(Recipe):
 
     def conflicts(self, sections: Mapping[str, Values]) -> Found:
         p, m, d, t = (sections[name] for name in ("prune", "model", "data", "training"))
-        if m.lora is not None and m.lora is not WRONG:
+        if isinstance(m.lora, dict):
             yield (
                 "model.lora",
                 "cannot go with prune: adapters are added to weights that stay as they are; leave it out",
