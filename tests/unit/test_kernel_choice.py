@@ -32,7 +32,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: Any, *, world_size: int = 1, 
         (LLAMA, {"data": {"packing": True}}, 1, "sdpa_varlen"),
         (LLAMA, {}, 1, None),  # a row is one document
         (LLAMA4, {"data": {"packing": True}}, 1, None),  # the model's masks say more
-        (LLAMA, {"data": {"packing": True}, "torch_compile": True}, 1, None),
+        pytest.param(LLAMA, {"data": {"packing": True}, "torch_compile": True}, 1, None, marks=pytest.mark.slow),
         (LLAMA, {"model": AUTO | {"attention_mask": {"window": 4}}}, 1, "sdpa_varlen"),
         (LLAMA, {"model": AUTO | {"attention_mask": {"window": 4, "strided": {"block": 4, "every": 2}}}}, 1, None),
         (LLAMA, {"data": {"packing": True}, "strategies": {"sequence": {"degree": 2}}}, 2, None),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -30,11 +31,18 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def one_of(registry: Registry[Any]) -> Any:
-    """The type of a name of the registry, or of module:Class."""
+def one_of(registry: Registry[Any], elsewhere: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """The type of a name of the registry, or of module:Class. ``elsewhere``: what is said of names that others have."""
     names, like = registry.names(), LIKE.format(f"My{registry.base.__name__}")
     reference = Annotated[str, Field(pattern=f"^{REFERENCE}$")]
-    return Annotated[Literal[names] | reference, Allowed(f"one of {', '.join(names)}, or {like}")]
+
+    def known(value: Any) -> Any:
+        if isinstance(value, str) and value in elsewhere:
+            raise ValueError(elsewhere[value])
+        return value
+
+    allowed = Allowed(f"one of {', '.join(names)}, or {like}")
+    return Annotated[Literal[names] | reference, allowed, BeforeValidator(known)]
 
 
 def option(description: str, default: object = None, *, resume: Rule | None = None) -> Any:

@@ -27,7 +27,7 @@ from deepstow.strategies.core.registry import available, find
 from deepstow.trainer.config.arguments import REMOVED, Allowed
 from deepstow.trainer.config.conflicts import conflicts
 from deepstow.trainer.config.recipe import RECIPES
-from deepstow.trainer.config.sections import NOT_BUILT, OPTIONAL, SECTIONS, RunConfig, flat
+from deepstow.trainer.config.sections import OPTIONAL, SECTIONS, RunConfig, flat
 from deepstow.trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
 from deepstow.trainer.errors import nearest
 
@@ -60,7 +60,7 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
         if tree.get(name) is not None:
             found += section_faults(model, tree[name], (name,))
     if "task" in tree and (words := _refusal(RunConfig, RunConfig.model_fields["task"], tree["task"])):
-        found.append(Fault(("task",), tree["task"], NOT_BUILT.get(str(tree["task"]), words)))
+        found.append(Fault(("task",), tree["task"], words))
     if tree.get("recipes") is not None:
         found += _recipes(tree["recipes"])
     found += _strategies(tree.get("strategies"))

@@ -48,10 +48,8 @@ if TYPE_CHECKING:
     TaskName = str
     FormatName = str
 else:
-    TaskName, FormatName = one_of(TASKS), one_of(FORMATS)
-NOT_BUILT: Mapping[str, str] = {  # tasks that others have
-    **dict.fromkeys(("ppo", "grpo", "rloo"), "not built: training that generates its own rows"),
-}
+    NOT_BUILT = dict.fromkeys(("ppo", "grpo", "rloo"), "not built: training that generates its own rows")
+    TaskName, FormatName = one_of(TASKS, NOT_BUILT), one_of(FORMATS)
 Mapped = Annotated[dict[NonEmpty, NonEmpty], Allowed(MAPPED)]
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     ExporterName = str
 else:
-    ExporterName = one_of(EXPORTERS)
+    ExporterName = one_of(EXPORTERS, {"gguf": "llama.cpp converts the export; deepstow docs use has the commands"})
 KEY = "export.format"
 
 
