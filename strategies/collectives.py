@@ -192,8 +192,8 @@ class Collectives(Strategy):
 
     def parity(self, run: RunFacts) -> Parity:
         if self._lossy:
-            what = "gradients" if self.local_steps is None else "differences of ranks that train alone"
-            return Parity(LOSSY, f"{what} are exchanged as {self._compression().words}, which loses part of them")
+            exchanged = "gradients" if self.local_steps is None else "differences of ranks that train alone"
+            return Parity(LOSSY, f"{exchanged} are exchanged as {self._compression().words}, which loses part of them")
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-3, _ORDER) if run.replicas > 2 else BITWISE
@@ -201,8 +201,8 @@ class Collectives(Strategy):
     def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         for option, methods in _OPTIONS.items():
             if option in self.written and self.compress not in methods:
-                value, what = self.written[option], f"is of {', '.join(methods)}, not of {self.compress}; leave it out"
-                yield Refusal(f"strategies.collectives.{option}", value, what)
+                value, words = self.written[option], f"is of {', '.join(methods)}, not of {self.compress}; leave it out"
+                yield Refusal(f"strategies.collectives.{option}", value, words)
         for option in sorted({"outer_lr", "outer_momentum"} & self.written.keys()) if self.local_steps is None else ():
             yield Refusal(f"strategies.collectives.{option}", self.written[option], "is of local_steps; leave it out")
         if self._lossy:
@@ -250,20 +250,20 @@ class Collectives(Strategy):
         if not self._in_phases:
             return
         if len(set(counts.values())) > 1:
-            what = " and ".join(str(count) for count in counts.values())
-            yield self._refusal(f"machines have {what} ranks; start as many on each, or leave it out")
+            sizes = " and ".join(str(count) for count in counts.values())
+            yield self._refusal(f"machines have {sizes} ranks; start as many on each, or leave it out")
         elif list(firsts) != sorted(firsts):
             yield self._refusal("ranks of a machine are not neighbours; number them machine by machine")
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:
         """The facts with the number of slices, by which all others see what an exchange takes."""
-        ranks, here = facts.run.copies, facts.machine.ranks or facts.run.copies
+        ranks, local = facts.run.copies, facts.machine.ranks or facts.run.copies
         if self._lossy and ranks > 1:
             return replace(facts, run=replace(facts.run, compression=self._compression()))
-        if not self._in_phases or here >= ranks or here == 1:
+        if not self._in_phases or local >= ranks or local == 1:
             return facts
-        if ranks % here:
-            raise self._refusal(f"{ranks} ranks are on machines of {here}: start as many on each, or leave it out")
+        if ranks % local:
+            raise self._refusal(f"{ranks} ranks are on machines of {local}: start as many on each, or leave it out")
         slices, machines = self.slices, machines_of(facts)
         if slices == "auto":
             slices = UNKNOWN if machines is None else best(machines, _message_bytes(facts))
@@ -294,15 +294,15 @@ class Collectives(Strategy):
         run = facts.run
         machines = machines_of(facts)
         size = _message_bytes(facts)
-        here, many = facts.machine.ranks, run.two_level
-        said = f"exchanges inside machines of {here} ranks, then across {run.copies // here}, in {_slices(many)}"
+        local, many = facts.machine.ranks, run.two_level
+        summary = f"exchanges inside machines of {local} ranks, then across {run.copies // local}, in {_slices(many)}"
         if machines is None:
-            return f"{said}; the rate between machines is unknown"
+            return f"{summary}; the rate between machines is unknown"
         times = ", ".join(
-            f"{_slices(each)} {phases(machines, size, each) * 1e3:.3g} ms" for each in sorted({*SLICES, many})
+            f"{_slices(count)} {phases(machines, size, count) * 1e3:.3g} ms" for count in sorted({*SLICES, many})
         )
         once = machines.all_reduce_seconds(size, machines.ranks)
-        return f"{said}: all-reduce of {human(size)} of all ranks at once {once * 1e3:.3g} ms, {times} (simulated)"
+        return f"{summary}: all-reduce of {human(size)} of all ranks at once {once * 1e3:.3g} ms, {times} (simulated)"
 
 
 def _slices(many: int) -> str:

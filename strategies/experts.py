@@ -114,12 +114,12 @@ class Experts(Strategy):
         return replace(param, num_elements=param.num_elements // (self.degree if EXPERT.search(param.name) else 1))
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
-        found = self._exchanges(facts)
+        exchanges = self._exchanges(facts)
         yield Reserve(
             unit=RUN,
-            reason=found.words,
+            reason=exchanges.words,
             owner="experts: exchanged rows",
-            num_bytes=2 * found.num_bytes,
+            num_bytes=2 * exchanges.num_bytes,
             in_passes=True,
         )
 

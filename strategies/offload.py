@@ -204,15 +204,15 @@ class Offload(Strategy):
     @property
     def _rounded(self) -> str:
         """What rests in fewer bits than in plain training; empty: nothing."""
-        given = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
-        return ", ".join(f"{what} in {bits}" for what, bits in given.items() if bits not in (None, "fp32"))
+        formats = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
+        return ", ".join(f"{tensors} in {bits}" for tensors, bits in formats.items() if bits not in (None, "fp32"))
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit in fp32 if one kernel updates everything and at most two ranks have gradients; bf16 rounds at
         other places than autocast.
         """
-        if said := self._rounded:
-            return Parity(LOSSY, f"not exact: {said}")
+        if rounded := self._rounded:
+            return Parity(LOSSY, f"not exact: {rounded}")
         if run.precision is Precision.BF16:
             return Parity(2e-2, _ROUNDING)
         if run.replicas > 2:
@@ -234,8 +234,8 @@ class Offload(Strategy):
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             yield self._refusal("update_in_backward", cure)
         yield from self._refuses_disk()
-        if self.frozen_weights and (said := refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
-            yield self._refusal("frozen_weights", said)
+        if self.frozen_weights and (reason := refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
+            yield self._refusal("frozen_weights", reason)
         yield from self._refuses_moments(run)
         yield from self._refuses_layers(run) if self.accumulation == "layers" else ()
         yield from self._refuses_passing(run) if self.gradients == "passing" else ()
@@ -254,8 +254,8 @@ class Offload(Strategy):
         from deepstow.strategies.engine.memory.tiers import unsuitable
 
         for folder in folders_of(self.disk):
-            if said := unsuitable(folder):
-                raise self._refusal("disk", f"{folder}: {said}" if isinstance(self.disk, list) else said)
+            if complaint := unsuitable(folder):
+                raise self._refusal("disk", f"{folder}: {complaint}" if isinstance(self.disk, list) else complaint)
 
     def planned(self, by: Callable[[Facts], Plan], facts: Facts) -> Plan:
         """In the order of ``accumulation``; under ``auto`` in the faster one of those that fit."""
@@ -276,9 +276,9 @@ class Offload(Strategy):
         if stays or not knows_times:
             return by(facts)
         plans, refused = [], []
-        for known in (facts, in_layers):
+        for candidate in (facts, in_layers):
             try:
-                plans.append(by(known))
+                plans.append(by(candidate))
             except MemoryRefusal as refusal:
                 refused.append(refusal)
         if not plans:
@@ -287,7 +287,7 @@ class Offload(Strategy):
         return min(zip(costs, plans, strict=True), key=lambda pair: pair[0].seconds if pair[0] else inf)[1]
 
     def _refuses_layers(self, run: RunFacts) -> Iterator[Refusal]:
-        what = {
+        clashing = {
             "strategies.pipeline": run.stages > 1,
             "strategies.tensor": run.tensor > 1,
             "strategies.sequence": run.slices > 1,
@@ -295,7 +295,7 @@ class Offload(Strategy):
             "strategies.collectives": run.compression is not None or run.two_level > 0,
             "training.fp16": run.precision is Precision.FP16,
         }
-        for name in (name for name, is_so in what.items() if is_so):
+        for name in (name for name, is_so in clashing.items() if is_so):
             yield self._refusal("accumulation", f"layers cannot go with {name} so far; write micro_batches")
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
@@ -306,8 +306,8 @@ class Offload(Strategy):
         reason = "only the excess is offloaded, unless offloading more is faster"
         if on_disk := disk_bytes(layout):
             reason += f"; {human(on_disk)} rest on the disk ({', '.join(layout.disk)})"
-        if said := self._rounded:
-            reason += f"; not exact: {said}"
+        if rounded := self._rounded:
+            reason += f"; not exact: {rounded}"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
         yield Stow(unit=RUN, reason=reason, layout=layout)
@@ -319,8 +319,8 @@ class Offload(Strategy):
         return host_budget(facts.machine, self.host_memory) + facts.machine.runtime_host_bytes
 
     def suggest(self, plan: Plan) -> list[str]:
-        found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.transient_peak())
-        return [f"  {change}: about {gain:+.0%} tokens per second" for change, gain in found.items()]
+        changes = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.transient_peak())
+        return [f"  {change}: about {gain:+.0%} tokens per second" for change, gain in changes.items()]
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:
         assert facts.params, "offload places single parameters; these facts do not list them"
@@ -329,8 +329,8 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
-        if self.frozen_weights and (said := nothing_to_encode(facts)):
-            raise self._refusal("frozen_weights", said)
+        if self.frozen_weights and (complaint := nothing_to_encode(facts)):
+            raise self._refusal("frozen_weights", complaint)
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
             on = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each"

@@ -109,17 +109,17 @@ class Pipeline(Strategy):
         """The units of this rank's parts, and how many micro-batches are under way at once."""
         run = facts.run
         try:
-            whole = cut(facts.units, self.order, self.stages, self.blocks)
+            model_cut = cut(facts.units, self.order, self.stages, self.blocks)
         except ValueError as error:
             raise self._refusal(str(error)) from None
         stage = run.grid.cell(rank).stage
-        mine = whole.of_stage(stage)
-        here = {name for part in mine for name in whole.parts[part]}
+        mine = model_cut.of_stage(stage)
+        unit_names = {name for part in mine for name in model_cut.parts[part]}
         in_flight = max(self.order.in_flight(part, self.stages, run.accumulation) for part in mine)
-        params = tuple(found for each in facts.params if (found := _at(each, here)) is not None)
-        units = [_with_copies(unit, params) for unit in facts.units if unit.name in here]
+        params = tuple(placed for param in facts.params if (placed := _at(param, unit_names)) is not None)
+        units = [_with_copies(unit, params) for unit in facts.units if unit.name in unit_names]
         flops = work(facts.units)
-        share = sum(flops[name] for name in here) / max(1, sum(flops.values()))
+        share = sum(flops[name] for name in unit_names) / max(1, sum(flops.values()))
         return replace(
             facts,
             units=tuple(units),
@@ -132,7 +132,7 @@ class Pipeline(Strategy):
                 model_flops=run.model_flops or run.forward_flops,
             ),
             params=params,
-            cut=whole,
+            cut=model_cut,
         )
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
@@ -175,6 +175,6 @@ def _at(param: Param, here: Collection[str]) -> Param | None:
 
 def _with_copies(unit: Unit, params: Sequence[Param]) -> Unit:
     """``unit`` with its copy of a tied weight."""
-    here = [each for each in params if each.unit == unit.name]
-    trained = sum(each.num_elements for each in here if each.group is not None)
-    return replace(unit, num_params=sum(each.num_elements for each in here), num_trainable=trained)
+    unit_params = [param for param in params if param.unit == unit.name]
+    trained = sum(param.num_elements for param in unit_params if param.group is not None)
+    return replace(unit, num_params=sum(param.num_elements for param in unit_params), num_trainable=trained)

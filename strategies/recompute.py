@@ -141,7 +141,7 @@ class Recompute(Strategy):
         spare = machine.host_bytes - plan.peak(Tier.HOST)
         costs = keep_costs(facts, rates, may_host=self._may_host(facts))
         units = plan.units()
-        tried = [cheapest(units, within_host(units, each, spare), peak, budget) for each in costs]
+        tried = [cheapest(units, within_host(units, cost, spare), peak, budget) for cost in costs]
         fitting = [options for options in tried if peak(options) <= budget]
         if rates is None or not fitting:
             return min(fitting or tried, key=peak)

@@ -96,7 +96,7 @@ def _complaints(model: Mapping[str, Any], degree: int) -> Iterator[str]:
         yield f"must divide model.config.{HEADS}, which is {heads}: each rank computes whole heads; {instead}; {_RING}"
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if rope.get("rope_type") in _LENGTHENING:
-        what = "rotary frequencies follow from the longest position of a row, of which a rank has a slice"
-        yield f"cannot go with rope_type {rope['rope_type']}: its {what}; leave it out"
+        cause = "rotary frequencies follow from the longest position of a row, of which a rank has a slice"
+        yield f"cannot go with rope_type {rope['rope_type']}: its {cause}; leave it out"
     if model.get("attention_dropout"):
         yield "cannot go with model.config.attention_dropout: ranks would drop the same places of other heads; write 0"

@@ -139,7 +139,7 @@ class Tensor(Strategy):
             yield Refusal(KEY, self.degree, f"{cure}; write another vocab_size, or leave one of the two out")
         rows = run.micro_batch
         if isinstance(self.chunks, int) and rows % self.chunks:
-            fits = autotp.listed([str(each) for each in range(1, rows + 1) if not rows % each])
+            fits = autotp.listed([str(count) for count in range(1, rows + 1) if not rows % count])
             cure = f"must divide the rows of a micro-batch, training.per_device_train_batch_size = {rows}; write {fits}"
             yield Refusal(CHUNKS, self.chunks, cure)
         if self.exchange is not None and self.exchange.bits == 16 and "codec" in self.exchange.model_fields_set:
@@ -170,7 +170,7 @@ class Tensor(Strategy):
             yield Reserve(unit=RUN, reason=reason, owner="tensor: divided layers", num_bytes=0, in_passes=True)
             return
         if facts.run.stages > 1:
-            for unit in (each for each in facts.units if each.kind is UnitKind.BLOCK):
+            for unit in (block for block in facts.units if block.kind is UnitKind.BLOCK):
                 size = plan.share(unit.name, Kind.PARAM).element_bytes
                 yield Share(unit=unit.name, reason=reason, kind=Kind.PARAM, shards=1, element_bytes=size)
             return
@@ -189,12 +189,12 @@ class Tensor(Strategy):
         return divisors(facts.run.micro_batch, UNKNOWN)[-1] if passes is None else passes.choose()
 
     def _words(self, facts: Facts) -> str:
-        found, passes = self._chunks(facts), Passes.of(facts, [self.chunks] if isinstance(self.chunks, int) else [])
-        said = f"attention and MLP take rows in {found} chunks, one summed while the next is computed"
+        chunks, passes = self._chunks(facts), Passes.of(facts, [self.chunks] if isinstance(self.chunks, int) else [])
+        summary = f"attention and MLP take rows in {chunks} chunks, one summed while the next is computed"
         if passes is None:
-            return f"{said}; the rates are unknown"
+            return f"{summary}; the rates are unknown"
         blocks = ", ".join(f"in {many} {time:.3g} s" for many, time in passes.seconds().items())
-        return f"{said}: forward and backward of the blocks {blocks} (simulated)"
+        return f"{summary}: forward and backward of the blocks {blocks} (simulated)"
 
     def _exchanged(self, facts: Facts) -> str:
         assert self.lossy is not None

@@ -79,5 +79,5 @@ class Zero(Strategy):
 
     def check_installed(self) -> None:
         if self.stage == 3 and not deepspeed.builds_under_stage_3():
-            what = f"under it Transformers {version('transformers')} gives some weights and rotary frequencies"
-            raise Refusal("strategies.zero.stage", 3, f"{what} other values; install 5.23, or write stage 2")
+            cause = f"under it Transformers {version('transformers')} gives some weights and rotary frequencies"
+            raise Refusal("strategies.zero.stage", 3, f"{cause} other values; install 5.23, or write stage 2")

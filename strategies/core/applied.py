@@ -22,8 +22,8 @@ def log_applied(strategy: str, effects: Iterable[tuple[str, str]]) -> None:
     names: dict[str, list[str]] = {}
     for name, effect in effects:
         names.setdefault(effect, []).append(name)
-    for effect, some in names.items():
-        shown = some[0] if len(some) == 1 else f"{some[0]} to {some[-1]} ({len(some)})"
+    for effect, affected in names.items():
+        shown = affected[0] if len(affected) == 1 else f"{affected[0]} to {affected[-1]} ({len(affected)})"
         LOGGER.getChild(strategy).info("%s: %s: %s", strategy, shown, effect)
 
 
@@ -48,11 +48,11 @@ def shown_by(write: Callable[[str], None], level: int = logging.INFO) -> Iterato
             if record.levelno == level:
                 write(record.getMessage())
 
-    handler, before = Writer(), LOGGER.level
+    handler, former_level = Writer(), LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     try:
         yield
     finally:
         LOGGER.removeHandler(handler)
-        LOGGER.setLevel(before)
+        LOGGER.setLevel(former_level)

@@ -37,8 +37,8 @@ def folders(controller: str, root: Path = ROOT) -> Iterator[Path]:
         mount, path = mount / controller, paths[controller]
     else:
         path = paths.get("", "/")
-    here = mount / path.lstrip("/")
-    for folder in (here, *here.parents):
+    lowest = mount / path.lstrip("/")
+    for folder in (lowest, *lowest.parents):
         if folder.is_dir():
             yield folder
         if folder == mount:

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
     def applies(self, value_of: ValueOf) -> bool:
         terms = [self.key, *filter(None, self.beside.split(" and "))]
-        spared = [each.split(" and ") for each in self.unless.split(" or ") if each]
+        spared = [alternative.split(" and ") for alternative in self.unless.split(" or ") if alternative]
         refused = all(is_on(term, value_of) for term in terms)
         return refused and not any(all(is_on(term, value_of) for term in together) for together in spared)
 
@@ -61,8 +61,8 @@ def is_on(term: str, value_of: ValueOf) -> bool:
 
 def parts_of(term: str) -> tuple[str, str, tuple[str, ...]]:
     """The key of a term, its relation ("=", "!=" or empty) and its values."""
-    key, *rest = term.split(" ")
-    return key, rest[0] if rest else "", tuple(rest[1].split("|")) if rest else ()
+    key, *comparison = term.split(" ")
+    return key, comparison[0] if comparison else "", tuple(comparison[1].split("|")) if comparison else ()
 
 
 def _shown(term: str, value_of: ValueOf) -> str:
@@ -88,8 +88,8 @@ def refusals(rules: Iterable[Rule], strategies: Mapping[str, Strategy], run: Run
     """
     model = {"lora": run.adapters}
     training = {"optim": run.optim, "torch_compile": run.compiled, "gradient_checkpointing": run.recomputes}
-    training |= {each.value: run.precision is each for each in (Precision.BF16, Precision.FP16)}
-    options = {name: each.model_dump() for name, each in strategies.items()}
+    training |= {precision.value: run.precision is precision for precision in (Precision.BF16, Precision.FP16)}
+    options = {name: strategy.model_dump() for name, strategy in strategies.items()}
     value_of = values_in({"strategies": options, "model": model, "training": training})
     for rule in rules:
         if rule.applies(value_of):

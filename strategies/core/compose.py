@@ -46,24 +46,24 @@ def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
     """``strategies``, and those that they imply, in the order of deciding: by phase and name. Those that another one
     takes over are not among them; where two would, the one that decides last does.
     """
-    whole = dict(strategies)
-    waiting = list(whole.values())
-    spared = {name for each in waiting for name in each.spares}
+    complete = dict(strategies)
+    waiting = list(complete.values())
+    spared = {name for strategy in waiting for name in strategy.spares}
     while waiting:
         for name, options in waiting.pop().implies.items():
-            if name not in whole and name not in spared:
-                whole[name] = find(name).model_validate(options)
-                waiting.append(whole[name])
-    ordered = sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
+            if name not in complete and name not in spared:
+                complete[name] = find(name).model_validate(options)
+                waiting.append(complete[name])
+    ordered = sorted(complete.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
     for name, strategy in reversed(ordered):
-        if others := {other: whole.pop(other) for other in strategy.takes_over if other in whole}:
-            whole[name] = strategy.beside(others)
-    return dict(sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0])))
+        if others := {covered: complete.pop(covered) for covered in strategy.takes_over if covered in complete}:
+            complete[name] = strategy.beside(others)
+    return dict(sorted(complete.items(), key=lambda item: (ORDER.index(item[1].phase), item[0])))
 
 
 def requirements_of(strategies: Mapping[str, Strategy]) -> frozenset[Requirement]:
     """What ``strategies`` and those that they imply require."""
-    return frozenset(each for strategy in in_order(strategies).values() for each in strategy.requires)
+    return frozenset(requirement for strategy in in_order(strategies).values() for requirement in strategy.requires)
 
 
 def casts(strategies: Mapping[str, Strategy], precision: Precision) -> bool:

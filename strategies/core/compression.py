@@ -28,8 +28,8 @@ class Compression:
     def words(self) -> str:
         corrected = f", momentum {self.momentum:g}" if self.momentum else ""
         options = {"topk": f", density {self.density:g}{corrected}", "powersgd": f", rank {self.rank}"}
-        said = f"{'fp32' if self.method == 'none' else self.method}{options.get(self.method, '')}"
+        summary = f"{'fp32' if self.method == 'none' else self.method}{options.get(self.method, '')}"
         if self.local_steps:
             outer = f"outer_lr {self.outer_lr:g}, outer_momentum {self.outer_momentum:g}"
-            return f"{said}, every {self.local_steps} steps ({outer})"
-        return f"{said}{f', from step {self.start + 1} on' if self.owes else ''}"
+            return f"{summary}, every {self.local_steps} steps ({outer})"
+        return f"{summary}{f', from step {self.start + 1} on' if self.owes else ''}"

@@ -403,9 +403,9 @@ class Facts:
         names = [unit.name for unit in self.units]
         assert len(set(names)) == len(names), f"unit names repeat: {names}"
         if self.params:
-            elements, known = dict.fromkeys(names, 0), set(names)
+            elements, units = dict.fromkeys(names, 0), set(names)
             for param in self.params:
-                assert known.issuperset((param.unit, *param.users)), f"{param.name} is used by a unit that is not there"
+                assert units.issuperset((param.unit, *param.users)), f"{param.name} is used by a unit that is not there"
                 elements[param.unit] += param.num_elements
             assert elements == {unit.name: unit.num_elements for unit in self.units}, "parameters add up to their units"
 

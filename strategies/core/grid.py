@@ -48,19 +48,19 @@ class Grid:
         return f"{self.world_size} rank{'s' * (self.world_size > 1)}{divided}"
 
     def cell(self, rank: int) -> Cell:
-        rest, tensor = divmod(rank, self.tensor)
-        rest, part = divmod(rest, self.slices)
-        return Cell(*divmod(rest, self.replicas), tensor, part)
+        outer, tensor = divmod(rank, self.tensor)
+        outer, slice_index = divmod(outer, self.slices)
+        return Cell(*divmod(outer, self.replicas), tensor, slice_index)
 
     def rank(self, cell: Cell) -> int:
         return ((cell.stage * self.replicas + cell.replica) * self.slices + cell.slice) * self.tensor + cell.tensor
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks that differ along ``axis``, a field of ``Cell``, and in nothing else."""
-        found: dict[Cell, list[int]] = {}
+        members: dict[Cell, list[int]] = {}
         for rank in range(self.world_size):
-            found.setdefault(self.cell(rank)._replace(**{axis: 0}), []).append(rank)
-        return list(found.values())
+            members.setdefault(self.cell(rank)._replace(**{axis: 0}), []).append(rank)
+        return list(members.values())
 
     def __str__(self) -> str:
         sizes = {"pipeline": self.stages, "data": self.replicas, "sequence": self.slices, "tensor": self.tensor}

@@ -254,13 +254,13 @@ class Layout:
     @property
     def window_bytes(self) -> int:
         """Size of the WINDOW region; 0 if no state rests on the disk."""
-        held = [self.window_of(bucket) for bucket in self.buckets if bucket.state_on_disk]
-        return min(self.window_slots, sum(n for n, _ in held)) * max((size for _, size in held), default=0)
+        windows = [self.window_of(bucket) for bucket in self.buckets if bucket.state_on_disk]
+        return min(self.window_slots, sum(n for n, _ in windows)) * max((size for _, size in windows), default=0)
 
     def window_of(self, bucket: Bucket) -> tuple[int, int]:
         """Of a bucket whose state is on the disk: how many pieces pass the window, and the size of slots for them."""
-        each = 4 * (self.moments + bucket.mixed) * min(bucket.share, self.window_elements)
-        return -(-bucket.share // self.window_elements), aligned(each, Tier.HOST)
+        piece_bytes = 4 * (self.moments + bucket.mixed) * min(bucket.share, self.window_elements)
+        return -(-bucket.share // self.window_elements), aligned(piece_bytes, Tier.HOST)
 
 
 def ticks_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -303,7 +303,7 @@ class Need(NamedTuple):
 def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     """All the memory of one bucket. Planner, arena and tables take its sizes from here only."""
     name, weight = bucket.name, bucket.weight_bytes
-    own, copy = weight // bucket.shards, bucket.copy_bytes // bucket.shards
+    own_bytes, copy = weight // bucket.shards, bucket.copy_bytes // bucket.shards
     yield Need(name, Item.WEIGHT, Tier.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
         size = aligned(copy, Tier.HOST) if bucket.weight_on_disk else copy  # it is read and written by whole pages
@@ -313,12 +313,12 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if not bucket.grad_direct:
         yield Need(name, Item.GRAD, Tier.DEVICE, weight, passes=bucket.grad_passes)
     if bucket.grad_split:
-        yield Need(name, Item.PARKED, Tier.DEVICE, own)
+        yield Need(name, Item.PARKED, Tier.DEVICE, own_bytes)
     elif (bucket.grad_tier is Tier.HOST or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
-        size = aligned(own, Tier.HOST) if bucket.copy_on_disk else own
+        size = aligned(own_bytes, Tier.HOST) if bucket.copy_on_disk else own_bytes
         yield Need(name, Item.PARKED, Tier.HOST, size, passes=bucket.grad_taken)
     if bucket.grad_tier is Tier.HOST and layout.accumulation > 1:
-        yield Need(name, Item.ARRIVAL, Tier.HOST, own, passes=True)
+        yield Need(name, Item.ARRIVAL, Tier.HOST, own_bytes, passes=True)
     state_tier = Tier.DEVICE if bucket.site is Site.DEVICE else Tier.HOST
     if (bucket.mixed and not bucket.on_disk) or (not bucket.mixed and bucket.site is Site.HOST and bucket.resident):
         yield Need(name, Item.MASTER, state_tier, (4 if bucket.mixed else ITEM_BYTES[bucket.dtype]) * bucket.share)
@@ -379,14 +379,14 @@ def aligned(num_bytes: int, tier: Tier = Tier.DEVICE) -> int:
 def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
     """How many ticks before its use a travelling weight is fetched, in forward and backward; 1 where it is there."""
     count, used = layout.num_ticks, uses(bucket, ticks_of(layout.units))
-    found: dict[bool, int] = {}  # by whether it is used in backward
+    ahead: dict[bool, int] = {}  # by whether it is used in backward
     for start, _ in bucket.resident_ticks:
         if start == 0 and bucket.resident_ticks[-1][1] == count:
             continue  # it was fetched before the iteration began
-        first = next((tick for tick in (*used, *(tick + count for tick in used)) if tick >= start), start)
-        in_backward = first % count >= count // 2
-        found[in_backward] = max(found.get(in_backward, 0), first - start)
-    return found.get(False, 1), found.get(True, 1)
+        first_use = next((tick for tick in (*used, *(tick + count for tick in used)) if tick >= start), start)
+        in_backward = first_use % count >= count // 2
+        ahead[in_backward] = max(ahead.get(in_backward, 0), first_use - start)
+    return ahead.get(False, 1), ahead.get(True, 1)
 
 
 def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
@@ -399,8 +399,8 @@ def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
         return None
     if not bucket.resident:
         return None if bucket.weight_on_disk else Item.COPY
-    left = Item.PARKED if bucket.mixed else Item.MASTER
-    return left if bucket.site is Site.HOST else None
+    updated = Item.PARKED if bucket.mixed else Item.MASTER
+    return updated if bucket.site is Site.HOST else None
 
 
 def common_bytes(layout: Layout) -> int:

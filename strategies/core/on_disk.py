@@ -55,14 +55,14 @@ def where(places: Iterable[str]) -> str:
 
 def bytes_per_s(rates: Rates, places: Sequence[str]) -> tuple[float, float]:
     """What these places together read and write per second, as they were measured, or by their kinds."""
-    drives = rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s
+    drive = rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s
     if rates.disk_folder == ", ".join(places):
-        each = [drives] * len(places)
+        speeds = [drive] * len(places)
     else:
-        each = [STORES[scheme_of(place)].bytes_per_s or drives for place in places]
+        speeds = [STORES[scheme_of(place)].bytes_per_s or drive for place in places]
     # Each has an equal part of what is moved, so the slowest decides.
-    slowest = min((read for read, _ in each), default=drives[0]), min((write for _, write in each), default=drives[1])
-    return max(1, len(each)) * slowest[0], max(1, len(each)) * slowest[1]
+    slowest = min((read for read, _ in speeds), default=drive[0]), min((write for _, write in speeds), default=drive[1])
+    return max(1, len(speeds)) * slowest[0], max(1, len(speeds)) * slowest[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ def pieces_on_disk(layout: Layout) -> Iterator[tuple[int, Piece]]:
 
 def weights_on_disk(layout: Layout) -> dict[int, tuple[int, int]]:
     """The drive of each weight that rests there, by the index of its bucket, and its offset in the file."""
-    found, ends = dict[int, tuple[int, int]](), [0] * len(layout.disk)
+    locations, ends = dict[int, tuple[int, int]](), [0] * len(layout.disk)
     for index, bucket in enumerate(layout.buckets):
         if bucket.weight_on_disk and not bucket.resident:
             drive = ends.index(min(ends))
-            found[index] = drive, ends[drive]
+            locations[index] = drive, ends[drive]
             ends[drive] += weight_bytes_on_disk(bucket)
-    return found
+    return locations
 
 
 def weight_bytes_on_disk(bucket: Bucket) -> int:
@@ -112,8 +112,8 @@ def bytes_on_disk(bucket: Bucket, layout: Layout) -> int:
     if bucket.group is None:
         return weight_bytes_on_disk(bucket)
     numbers, drives = 4 * (layout.moments + bucket.mixed), len(layout.disk)
-    whole, rest = divmod(bucket.share, layout.window_elements)
-    return drives * (whole * part_bytes(numbers * layout.window_elements, drives) + part_bytes(numbers * rest, drives))
+    full, tail = divmod(bucket.share, layout.window_elements)
+    return drives * (full * part_bytes(numbers * layout.window_elements, drives) + part_bytes(numbers * tail, drives))
 
 
 def read_bytes(bucket: Bucket) -> int:
@@ -159,8 +159,8 @@ def check_folders(value: str | list[str]) -> str | list[str]:
     folders = folders_of(value)
     if not (folders and all(folders)):
         raise ValueError("must be a folder, or a list of folders")
-    if unknown := [one for one in folders if scheme_of(one) not in STORES]:
+    if unknown := [folder for folder in folders if scheme_of(folder) not in STORES]:
         raise ValueError(f"names {unknown[0]}, and there is no tier {scheme_of(unknown[0])}://; name a folder")
-    if twice := [one for one, times in Counter(map(normpath, folders)).items() if times > 1]:
+    if twice := [folder for folder, times in Counter(map(normpath, folders)).items() if times > 1]:
         raise ValueError(f"names {twice[0]} twice; write a folder of each drive once")
     return value

@@ -68,13 +68,13 @@ def refuse_optimizer(name: object) -> object:
 
 def options_of(name: str, arguments: str | None) -> dict[str, float]:
     """What ``training.optim_args`` says to the optimizer of this name. Raise ValueError: it cannot be meant."""
-    known, found = OPTIMIZERS[name][1], dict[str, float]()
-    for part in arguments.replace(" ", "").split(",") if arguments else ():
-        key, _, value = part.partition("=")
-        if key not in known:
+    allowed, options = OPTIMIZERS[name][1], dict[str, float]()
+    for argument in arguments.replace(" ", "").split(",") if arguments else ():
+        key, _, value = argument.partition("=")
+        if key not in allowed:
             keys = "adam_beta1, adam_beta2 and adam_epsilon" if "adam" in name else "learning_rate and weight_decay"
             keys = "adam_beta1 and adam_beta2" if "lion" in name else keys
-            takes = f"{name} takes {', '.join(known)}, as in {known[0]}=0.9" if known else f"{name} takes none"
+            takes = f"{name} takes {', '.join(allowed)}, as in {allowed[0]}=0.9" if allowed else f"{name} takes none"
             raise ValueError(f"{takes}; training.{keys} are keys of their own")
         try:
             number = float({"true": "1", "false": "0"}[value] if key in FLAGS else value)
@@ -82,10 +82,10 @@ def options_of(name: str, arguments: str | None) -> dict[str, float]:
             number = math.nan
         if not 0 <= number < math.inf:
             raise ValueError(f"{key} must be {'true or false' if key in FLAGS else 'a number >= 0'}")
-        found[key] = number
-    if found.get("nesterov") and not found.get("momentum"):
+        options[key] = number
+    if options.get("nesterov") and not options.get("momentum"):
         raise ValueError("nesterov=true needs a momentum, as in momentum=0.9")
-    return found
+    return options
 
 
 def state_names(kind: str, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -38,20 +38,20 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
     after = 0
     highest = 0
     arriving = [0, *[unit.hosted for unit in units]][: len(units)]
-    for unit, own, hosted in zip(reversed(units), reversed(grads), reversed(arriving), strict=True):
+    for unit, grad, hosted in zip(reversed(units), reversed(grads), reversed(arriving), strict=True):
         before -= unit.waiting
-        there, temporaries = own, unit.temporaries
+        present, temporaries = grad, unit.temporaries
         if temporaries is not None:
             # Temporaries of its backward together with what has landed of its gradients. Those that land where there
             # is memory for them already leave only the former. Not all of them have landed while the largest
             # temporaries are there: ``landing`` is what was counted, with whole gradients.
-            there = temporaries.backward + own
-            if temporaries.landing < there:
-                there = temporaries.landing
-        there += before + unit.working + hosted + after
-        if there > highest:
-            highest = there
-        after += own
+            present = temporaries.backward + grad
+            if temporaries.landing < present:
+                present = temporaries.landing
+        present += before + unit.working + hosted + after
+        if present > highest:
+            highest = present
+        after += grad
     return highest
 
 
@@ -59,9 +59,9 @@ def forward_peak(units: Sequence[Saved]) -> int:
     """The same along forward, without gradients."""
     before = highest = leaving = 0
     for unit in units:
-        there = before + unit.working + leaving + (unit.temporaries.forward if unit.temporaries else 0)
-        if there > highest:
-            highest = there
+        present = before + unit.working + leaving + (unit.temporaries.forward if unit.temporaries else 0)
+        if present > highest:
+            highest = present
         before += unit.waiting
         leaving = unit.hosted
     return highest
@@ -82,18 +82,18 @@ def layerwise_saved(
     units: ``crossing`` bytes of each. The ``gradients`` of a unit's weights are added up before they land. Heads run
     one by one, and only the gradients of what they have read are kept, unless the run ``keeps_heads``.
     """
-    found = []
-    for index, (unit, own) in enumerate(zip(units, gradients, strict=True)):
+    saved = []
+    for index, (unit, grad) in enumerate(zip(units, gradients, strict=True)):
         others = (count - 1) * crossing
         was = unit.temporaries or Temporaries(0, 0, 0)
-        temporaries = Temporaries(was.forward + others, was.backward + others + own, was.landing + others + own)
+        temporaries = Temporaries(was.forward + others, was.backward + others + grad, was.landing + others + grad)
         waits = unit.waiting
         if index < len(units) - 1 or keeps_heads:
             waits, working = count * unit.waiting, unit.working + (count - 1) * unit.waiting
         else:
             working = unit.working
-        found.append(replace(unit, waiting=waits, working=working, temporaries=temporaries))
-    return found
+        saved.append(replace(unit, waiting=waits, working=working, temporaries=temporaries))
+    return saved
 
 
 def host_room(num_bytes: int, num_operators: int) -> int:

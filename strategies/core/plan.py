@@ -60,8 +60,8 @@ class Decision:
     @property
     def slot(self) -> Slot:
         """The question this answers: two decisions with one slot compete."""
-        which = (getattr(self, name) for name in self.about)
-        return (type(self).__name__, *(each.name if isinstance(each, Enum) else each for each in which))
+        values = (getattr(self, name) for name in self.about)
+        return (type(self).__name__, *(value.name if isinstance(value, Enum) else value for value in values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,29 +185,29 @@ class Plan:
         if scales := facts.run.scales_bytes:
             reason = "of quantised weights, beside them in every layer"
             decisions.append(Reserve(unit=RUN, reason=reason, owner="scales", num_bytes=scales, in_passes=True))
-        for each in facts.run.held:
-            held = Reserve(
+        for held in facts.run.held:
+            reserve = Reserve(
                 unit=RUN,
-                reason=each.reason,
-                owner=each.owner,
-                num_bytes=each.num_bytes,
-                tier=each.tier,
-                when=When.STEP if each.in_step else When.ALWAYS,
-                in_passes=not each.in_step,
+                reason=held.reason,
+                owner=held.owner,
+                num_bytes=held.num_bytes,
+                tier=held.tier,
+                when=When.STEP if held.in_step else When.ALWAYS,
+                in_passes=not held.in_step,
             )
-            decisions.append(held)
+            decisions.append(reserve)
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 
     def amend(self, decisions: Iterable[Decision], by: str) -> Plan:
         """This plan with ``decisions`` in place. Raise Conflict where another strategy has decided differently."""
         answers = dict(self.answers)
-        given: set[Slot] = set()
+        decided: set[Slot] = set()
         for decision in decisions:
-            assert decision.slot not in given, f"{by} decides {' '.join(decision.slot)} twice"
-            given.add(decision.slot)
-            before, who = answers.get(decision.slot, (None, BASELINE))
-            is_final = who not in (BASELINE, by) and not getattr(before, "open", False)
-            if before is not None and is_final and answer(before) != answer(decision):
+            assert decision.slot not in decided, f"{by} decides {' '.join(decision.slot)} twice"
+            decided.add(decision.slot)
+            former, who = answers.get(decision.slot, (None, BASELINE))
+            is_final = who not in (BASELINE, by) and not getattr(former, "open", False)
+            if former is not None and is_final and answer(former) != answer(decision):
                 raise Conflict(decision.slot, who, by)
             answers[decision.slot] = (decision, by)
         return replace(self, answers=MappingProxyType(answers))
@@ -229,15 +229,15 @@ class Plan:
         """Bytes of one kind of one unit's tensors on one rank, at one tier or anywhere."""
         share, facts = self.share(unit, kind), self.facts.unit(unit)
         elements = facts.num_elements if kind is Kind.PARAM else facts.num_trainable
-        whole = -(-elements // share.shards) * share.element_bytes
+        total = -(-elements // share.shards) * share.element_bytes
         if share.frozen_bytes is not None:  # quantised ones are never divided, and an element of theirs is a byte
             frozen = -(-(elements - facts.num_trainable) // share.shards) - facts.quantised_bytes
-            whole += frozen * (share.frozen_bytes - share.element_bytes)
-            whole += facts.quantised_bytes * (1 - share.element_bytes)
+            total += frozen * (share.frozen_bytes - share.element_bytes)
+            total += facts.quantised_bytes * (1 - share.element_bytes)
         strays = -(-share.strays // share.shards) * share.element_bytes
         if tier is None:
-            return whole
-        return whole - strays if tier is share.tier else strays
+            return total
+        return total - strays if tier is share.tier else strays
 
     def total(self, kind: Kind, tier: Tier | None = None) -> int:
         return sum(self.num_bytes(unit.name, kind, tier) for unit in self.facts.units)
@@ -310,15 +310,15 @@ class Plan:
 
     def kept(self) -> list[Saved]:
         """Per unit the bytes from its forward on, those during its backward, and those on the host."""
-        found = []
+        saved = []
         for unit, keep in ((unit, self.keep(unit.name)) for unit in self.units()):
             working = unit.choices.running_bytes if unit.choices and keep.recomputes else keep.saved_bytes
-            found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes, unit.temporaries))
-        return found
+            saved.append(Saved(keep.saved_bytes, working, keep.hosted_bytes, unit.temporaries))
+        return saved
 
     def reserves(self, tier: Tier) -> tuple[Reserve, ...]:
-        found = (d for d, _ in self.answers.values() if isinstance(d, Reserve))
-        return tuple(d for d in found if d.tier is tier)
+        reserves = (d for d, _ in self.answers.values() if isinstance(d, Reserve))
+        return tuple(d for d in reserves if d.tier is tier)
 
     def states(self, tier: Tier) -> int:
         """Bytes of parameters, gradients, masters and moments that rest at ``tier``."""
@@ -373,5 +373,5 @@ class Plan:
 
 def answer(decision: Decision) -> tuple[object, ...]:
     """The values of a decision without unit and reasons: what two strategies must agree on."""
-    names = (each.name for each in fields(decision) if each.name not in ("reason", "stray_reason", "unit"))
+    names = (item.name for item in fields(decision) if item.name not in ("reason", "stray_reason", "unit"))
     return tuple(getattr(decision, name) for name in names)

@@ -257,14 +257,14 @@ class Refusal(ValueError):
 def compared_with(key: str, value: object, package: str, release: tuple[int, int]) -> None:
     """Raise Refusal if an older release of ``package`` is installed than what was compared with plain training."""
     if is_older(package, release):
-        wanted = ".".join(map(str, release))
-        cure = f"was compared with plain training under {package} {wanted}, not {version(package)}; install {wanted}"
+        minimum = ".".join(map(str, release))
+        cure = f"was compared with plain training under {package} {minimum}, not {version(package)}; install {minimum}"
         raise Refusal(key, value, cure)
 
 
 def is_older(package: str, release: tuple[int, int]) -> bool:
     """Whether an older release of ``package`` is installed."""
-    return tuple(int(part) for part in version(package).split(".")[:2]) < release
+    return tuple(int(number) for number in version(package).split(".")[:2]) < release
 
 
 class MemoryRefusal(Refusal):

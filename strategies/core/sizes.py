@@ -21,10 +21,10 @@ UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 def parse_bytes(text: str) -> int:
     """Bytes of "20GiB", "512 MiB", "1.5GB" or "4096". Raise ValueError, with words that follow a config key."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or (found[2] or "b").lower() not in UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or (match[2] or "b").lower() not in UNITS:
         raise ValueError("must be a size, as in 20GiB, 512MiB or 20GB")
-    return meant(int(Decimal(found[1]) * UNITS[(found[2] or "b").lower()]))
+    return meant(int(Decimal(match[1]) * UNITS[(match[2] or "b").lower()]))
 
 
 def meant(num_bytes: int) -> int:

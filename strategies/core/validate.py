@@ -38,9 +38,9 @@ def check(
     layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None, hosted_bytes: int = 0
 ) -> None:
     """Raise ValueError with everything that is wrong with ``layout`` at ``addresses``; see ``validate``."""
-    found = validate(layout, addresses, facts_params, hosted_bytes)
-    if found:
-        raise ValueError("this layout cannot be carried out: " + "; ".join(found))
+    errors = validate(layout, addresses, facts_params, hosted_bytes)
+    if errors:
+        raise ValueError("this layout cannot be carried out: " + "; ".join(errors))
 
 
 def validate(
@@ -49,18 +49,18 @@ def validate(
     """Everything that is wrong with ``layout`` at ``addresses``, one sentence each. ``facts_params``: of the model, to
     compare with; ``hosted_bytes``: of saved tensors that wait on the host.
     """
-    found = [*_settings(layout), *_names(layout)]
+    errors = [*_settings(layout), *_names(layout)]
     for bucket in layout.buckets:
-        found += [f"{bucket.name}: {words}" for words in (*_shape(bucket), *_choices(bucket, layout))]
+        errors += [f"{bucket.name}: {words}" for words in (*_shape(bucket), *_choices(bucket, layout))]
     if facts_params is not None:
-        found += _params(layout, list(facts_params))
-    if found:
-        return found  # the needs of a broken layout are unknown, so its addresses cannot be checked
+        errors += _params(layout, list(facts_params))
+    if errors:
+        return errors  # the needs of a broken layout are unknown, so its addresses cannot be checked
     needs = {(need.bucket, need.item): need for bucket in layout.buckets for need in needs_of(bucket, layout)}
     needs |= {(need.bucket, need.item): need for need in common_needs(layout, hosted_bytes)}
-    found += _spots(needs, addresses)
-    found += [] if found else _common(layout, addresses)
-    return found or [*_overlaps(layout, needs, addresses)]
+    errors += _spots(needs, addresses)
+    errors += [] if errors else _common(layout, addresses)
+    return errors or [*_overlaps(layout, needs, addresses)]
 
 
 def _settings(layout: Layout) -> Iterator[str]:
@@ -149,8 +149,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):
         yield "only what is trained in bf16, with moments that do not rest in fp32, has its weight as its master"
-    whole = bucket.site is Site.NONE and bucket.shards == 1 and not bucket.on_disk
-    if bucket.frozen_as and not (whole and bucket.dtype in ("float32", "bfloat16")):
+    in_memory = bucket.site is Site.NONE and bucket.shards == 1 and not bucket.on_disk
+    if bucket.frozen_as and not (in_memory and bucket.dtype in ("float32", "bfloat16")):
         yield f"only frozen weights of one rank, in memory, rest in {bucket.frozen_as}"
     if bucket.on_disk and not layout.disk:
         yield "rests on the disk, and there is no folder"
@@ -158,15 +158,15 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
 
 def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:
     ends = [-1, *(end for _, end in bucket.resident_ticks)]
-    for (start, end), before in zip(bucket.resident_ticks, ends, strict=False):
-        if not before < start < end <= layout.num_ticks:
-            yield f"is resident from tick {start} to {end}, after {before}, of {layout.num_ticks}"
+    for (start, end), former_end in zip(bucket.resident_ticks, ends, strict=False):
+        if not former_end < start < end <= layout.num_ticks:
+            yield f"is resident from tick {start} to {end}, after {former_end}, of {layout.num_ticks}"
             return
-    here = {tick for start, end in bucket.resident_ticks for tick in range(start, end)}
-    if len(here) == layout.num_ticks:
+    resident = {tick for start, end in bucket.resident_ticks for tick in range(start, end)}
+    if len(resident) == layout.num_ticks:
         yield "has resident_ticks, but is never evicted"
     for tick in uses(bucket, ticks_of(layout.units)):
-        if tick not in here:
+        if tick not in resident:
             yield f"is away at tick {tick}, when {layout.units[min(tick, layout.num_ticks - 1 - tick)]} uses it"
 
 
@@ -184,8 +184,8 @@ def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
                 yield f"parameter {name}: {size} elements instead of {param.num_elements}"
             if (bucket.dtype, bucket.group) != (param.dtype, param.group):
                 yield f"parameter {name}: has another dtype or group than its bucket {bucket.name}"
-        known = [expected[name] for name in bucket.params if name in expected]
-        if set(bucket.units) != {unit for param in known for unit in (param.unit, *param.users)}:
+        members = [expected[name] for name in bucket.params if name in expected]
+        if set(bucket.units) != {unit for param in members for unit in (param.unit, *param.users)}:
             yield f"{bucket.name}: its units are not those that use its parameters"
 
 
@@ -226,8 +226,8 @@ def _overlaps(layout: Layout, needs: Mapping[Key, Need], addresses: Addresses) -
         elif first[1] is Item.WEIGHT:
             pairs = ((max(a, c), min(b, d)) for a, b in stays[first[0]] for c, d in stays[second[0]])
             if common := [start for start, end in pairs if start < end]:
-                both = " and ".join(sorted((first[0], second[0])))
-                yield f"{both} share an address, and both are resident at tick {min(common)}"
+                names = " and ".join(sorted((first[0], second[0])))
+                yield f"{names} share an address, and both are resident at tick {min(common)}"
         elif addresses.of(*first).offset != addresses.of(*second).offset:
             yield f"{_name(second)} overlaps {_name(first)}, and does not begin where it does"
 

@@ -122,15 +122,13 @@ class Squares:
         roots = torch.abs(values, out=spare)
         largest = roots.amax(1, keepdim=True)
         scales.copy_(largest / _LARGEST_SQUARE)
-        whole_scales = scales.view(torch.int32)
-        whole_scales.add_(1 << (_DROPPED_BITS - 1)).bitwise_right_shift_(_DROPPED_BITS).bitwise_left_shift_(
-            _DROPPED_BITS
-        )
+        scale_bits = scales.view(torch.int32)
+        scale_bits.add_(1 << (_DROPPED_BITS - 1)).bitwise_right_shift_(_DROPPED_BITS).bitwise_left_shift_(_DROPPED_BITS)
         # The root with 20 bits behind the point.
         roots.mul_(torch.where(largest > _FLUSHED, _LARGEST_SQUARE * 2.0**40 / largest, 0.0)).sqrt_()
         torch.copysign(roots, values, out=values)
-        whole = values.view(torch.int32).copy_(values)
-        codes.view(torch.int8).copy_(whole.add_(noise).bitwise_right_shift_(20))
+        bits = values.view(torch.int32).copy_(values)
+        codes.view(torch.int8).copy_(bits.add_(noise).bitwise_right_shift_(20))
 
 
 class Exponents:
@@ -140,9 +138,9 @@ class Exponents:
         out.view(torch.int32).copy_(codes).add_(scales.view(torch.int32)).bitwise_left_shift_(20)
 
     def encode(self, values: Tensor, noise: Tensor, codes: Tensor, scales: Tensor, spare: Tensor | None) -> None:
-        whole = values.view(torch.int32).add_(noise).bitwise_right_shift_(20)
-        base = scales.view(torch.int32).copy_(whole.amax(1, keepdim=True)).sub_(255).clamp_(min=0)
-        codes.copy_(whole.sub_(base).clamp_(min=0))
+        bits = values.view(torch.int32).add_(noise).bitwise_right_shift_(20)
+        base = scales.view(torch.int32).copy_(bits.amax(1, keepdim=True)).sub_(255).clamp_(min=0)
+        codes.copy_(bits.sub_(base).clamp_(min=0))
 
 
 class E4M3:
@@ -186,8 +184,8 @@ class EncodedWeights:
     def put(self, start: int, weight: Tensor) -> None:
         """Encode ``weight``, which begins at element ``start``, where a block begins."""
         first, flat = start // self._format.block, weight.detach().reshape(-1)
-        for part in flat.split(CHUNK_BLOCKS * self._format.block):
-            codes, scales = self._codec.encode(_blocks(part, self._format.block))
+        for chunk in flat.split(CHUNK_BLOCKS * self._format.block):
+            codes, scales = self._codec.encode(_blocks(chunk, self._format.block))
             self._codes[first : first + len(codes)] = codes
             self._scales[first : first + len(codes)] = scales
             first += len(codes)
@@ -207,16 +205,16 @@ class EncodedWeights:
 @torch.no_grad()
 def once_encoded(weight: Tensor, format_: str) -> Tensor:
     """``weight`` as it is after its way through a format for frozen weights, in its shape and dtype."""
-    found = weight.detach().clone().reshape(-1)
+    rounded = weight.detach().clone().reshape(-1)
     flat = weight.detach().reshape(-1)
     block = FORMATS[format_].block
     for start in range(0, flat.numel(), CHUNK_BLOCKS * block):
-        part = flat[start : start + CHUNK_BLOCKS * block]
-        blocks = _blocks(part, block)
+        chunk = flat[start : start + CHUNK_BLOCKS * block]
+        blocks = _blocks(chunk, block)
         decoded = torch.empty_like(blocks)
         WEIGHTS[format_].decode(*WEIGHTS[format_].encode(blocks), decoded)
-        found[start : start + part.numel()] = decoded.view(-1)[: part.numel()]
-    return found.view(weight.shape)
+        rounded[start : start + chunk.numel()] = decoded.view(-1)[: chunk.numel()]
+    return rounded.view(weight.shape)
 
 
 def _blocks(flat: Tensor, block: int) -> Tensor:

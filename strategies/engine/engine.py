@@ -154,14 +154,14 @@ class Engine(Copied):
     def written(self, bucket: BucketState, index: int | None = None) -> None:
         """The host's copy has a weight of the model, or one from outside (``index``); it may be on the disk."""
         if self.disk_weights is not None:
-            for part in (None,) if index is None else bucket.bytes_of(index):
-                self.disk_weights.written(bucket.index, part)
+            for byte_range in (None,) if index is None else bucket.bytes_of(index):
+                self.disk_weights.written(bucket.index, byte_range)
 
     def refuse_damaged(self, bucket: BucketState, index: int) -> None:
         """Before the host's copy of a settled weight is read, or written in part: DiskError if the disk has lost it."""
         if self.disk_weights is not None:
-            for part in bucket.bytes_of(index):
-                self.disk_weights.refuse_damaged(bucket.index, part)
+            for byte_range in bucket.bytes_of(index):
+                self.disk_weights.refuse_damaged(bucket.index, byte_range)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -239,8 +239,8 @@ class Engine(Copied):
         self._update_ready()
         self.prefetch.come_back_to(scope)
         if self.ranks.shared:
-            for other in self.hooks.scopes_of_backward():
-                self.ranks.note("goes back through", other.name)
+            for backward_scope in self.hooks.scopes_of_backward():
+                self.ranks.note("goes back through", backward_scope.name)
             self.gradients.exchange(self.prefetch.used(), self.prefetch.to_come())
         self.ensure(*scope.buckets)
         self.prefetch.in_backward()
@@ -373,7 +373,7 @@ class Engine(Copied):
             return
         if not self.layout.in_backward:
             self.clipping.forget(bucket, index)
-        if self.layout.in_backward or not any(each.grads.touched for each in self.buckets):
+        if self.layout.in_backward or not any(state.grads.touched for state in self.buckets):
             self.discard()
 
     def zero_one(self, bucket: BucketState, index: int) -> None:
@@ -385,7 +385,7 @@ class Engine(Copied):
         zero = torch.zeros_like(bucket.views.absent(index))
         self.clipping_after_backward().write(bucket, index, zero, multiplied=False)
         bucket.grads.zero_one(index)
-        if all(each.grads.touched <= each.grads.zeroed for each in self.buckets):
+        if all(state.grads.touched <= state.grads.zeroed for state in self.buckets):
             self.discard()
 
     # --- weights -----------------------------------------------------------------------------------------------------
@@ -402,9 +402,9 @@ class Engine(Copied):
     def settle(self, bucket: BucketState) -> None:
         """Finish the pending update of ``bucket``, so that ``bucket.weight_of`` gives its newest weights."""
         if not (bucket.settled and bucket.present):
-            for other in bucket.overlapping:  # whose updates have begun and write to the same addresses
-                if other.pending is Pending.VISITING:
-                    self.updates.settle(other)
+            for overlapping in bucket.overlapping:  # whose updates have begun and write to the same addresses
+                if overlapping.pending is Pending.VISITING:
+                    self.updates.settle(overlapping)
         self.updates.settle(bucket)
         self.residency.restore(bucket)
 

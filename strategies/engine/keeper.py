@@ -124,8 +124,8 @@ class Keeper(Copied):
                     f"block: use param.register_hook"
                 )
         # From the parameter, not from the view: torch would make the view's node again, from its base's present value.
-        whole = _with_gradient(param, value) if view.requires_grad else value
-        return whole.as_strided(view.size(), view.stride(), start)
+        weight = _with_gradient(param, value) if view.requires_grad else value
+        return weight.as_strided(view.size(), view.stride(), start)
 
     # --- the gradient ------------------------------------------------------------------------------------------------
 
@@ -186,8 +186,8 @@ def _refuse_casts(name: str, param: nn.Parameter) -> None:
     """Raise RuntimeError if autocast would cast the parameter itself for backward: it keeps one cast for all uses, so
     that their gradients are added in the lower precision. Of a copy it keeps none.
     """
-    kept = torch.is_autocast_enabled(param.device.type) and torch.is_autocast_cache_enabled()
-    if kept and torch.is_grad_enabled() and param.requires_grad and param.dtype is torch.float32:
+    is_cached = torch.is_autocast_enabled(param.device.type) and torch.is_autocast_cache_enabled()
+    if is_cached and torch.is_grad_enabled() and param.requires_grad and param.dtype is torch.float32:
         raise RuntimeError(
             f"{name} travels and is read under autocast outside of the module that owns it: plan with a batch, so that "
             f"this is seen, or with weights='resident', or write torch.autocast(..., cache_enabled=False)"

@@ -246,14 +246,14 @@ class LayersFirst:
         first, done = self._generators.states(), False
         handles = list(self._attach())
         try:
-            others, held = [state() for state, _ in GLOBAL], attributes(self._model)
+            others, model_state = [state() for state, _ in GLOBAL], attributes(self._model)
             ends = self._enter(tasks, first) if self._draws else [first] * len(tasks)
             self._engine.begin_rounds()
             if self._room is not None:
                 self._room.begin_rounds()
             self._forward(tasks)
             sums = self._heads(tasks)
-            if name := changed(held, self._model):
+            if name := changed(model_state, self._model):
                 self._refuse(f"the forward writes to {name}, which the next micro-batch would read")
             if not all(map(_same, others, (state() for state, _ in GLOBAL))):
                 self._refuse(
@@ -360,7 +360,7 @@ class LayersFirst:
         """Run the heads; see [Note: the head]. Returns the sums of the gradients of their weights."""
         sums: dict[Node, Tensor] = {}
         self._shared = self._engine.entered()  # a head may read a weight of these, too
-        own = set[Node]()  # of these, whose sum nobody else holds
+        owned = set[Node]()  # of these, whose sum nobody else holds
         for task in reversed(tasks) if self._keeps_heads else tasks:
             first = autograd._get_sequence_nr()
             try:
@@ -379,11 +379,11 @@ class LayersFirst:
                 task.root = task.loss
             else:
                 for weight, gradient in self._head(task, first):
-                    if weight in own:
+                    if weight in owned:
                         sums[weight].add_(gradient)
                     elif weight in sums:
                         sums[weight] = sums[weight] + gradient
-                        own.add(weight)
+                        owned.add(weight)
                     else:
                         sums[weight] = gradient
             task.loss = None
@@ -403,17 +403,17 @@ class LayersFirst:
         gradients = torch.autograd.grad(task.loss, [GradientEdge(leaf, 0) for leaf in leaves], allow_unused=True)
         self._engine.end_head()
         self._refuse_random(random)
-        found = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
-        task.gradients += [found.pop(leaf, None) for leaf in task.leaves]
+        by_leaf = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+        task.gradients += [by_leaf.pop(leaf, None) for leaf in task.leaves]
         task.leaves.clear()  # they hold what the last block has made
-        yield from found.items()
+        yield from by_leaf.items()
 
     def _backward(self, tasks: Sequence[_Task], sums: dict[Node, Tensor]) -> None:
         """Gradients of the head's own weights land first, and their sums are freed; then all else, layer by layer."""
         self._engine.begin_backward_of_rounds()
         alone = [weight for weight in sums if id(_weight_of(weight)) not in self._shared]
         if alone:
-            torch.autograd.backward([GradientEdge(weight, 0) for weight in alone], [sums.pop(each) for each in alone])
+            torch.autograd.backward([GradientEdge(weight, 0) for weight in alone], [sums.pop(node) for node in alone])
         edges = [GradientEdge(weight, 0) for weight in sums]
         edges += [get_gradient_edge(task.root) for task in tasks if task.root is not None]
         gradients = [*sums.values(), *(torch.ones_like(task.root) for task in tasks if task.root is not None)]
@@ -435,12 +435,12 @@ class LayersFirst:
                 yield node
             elif node._sequence_nr() < first:
                 raise _ReadsMoreError
-            ahead += [after for after, _ in node.next_functions if after is not None]
+            ahead += [next_node for next_node, _ in node.next_functions if next_node is not None]
 
     def _go_on(self, task: _Task) -> Stop | None:
         """Let ``task`` run to its next stop; None: it has its loss, or has ended."""
         device = self._device.type
-        before = task.modes.dispatches
+        dispatches = task.modes.dispatches
         task.modes.give(device)
         if task.random is not None:
             self._generators.give(task.random)
@@ -453,7 +453,7 @@ class LayersFirst:
                 task.random = self._generators.states()
             task.modes = _Modes.taken(device)
             torch.clear_autocast_cache()
-        if task.modes.dispatches != before:
+        if task.modes.dispatches != dispatches:
             self._refuse("blocks run inside of a mode of torch's that the model sets")
         return stop
 
@@ -475,28 +475,28 @@ class LayersFirst:
                 return None
             task.blocks += 1
             ends = task.blocks == len(self._blocks) and not self._keeps_heads
-            found = self._cut(task, output) if ends else None
+            cut_output = self._cut(task, output) if ends else None
             self._hub.switch(stop)
-            return found
+            return cut_output
 
         return after
 
     def _cut(self, task: _Task, output: Any) -> Any:
         """What the head reads in place of ``output``: the same values as leaves of a graph of its own."""
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def leaf_of(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
             leaf = tensor.detach().requires_grad_()
-            made.append(tensor)
+            outputs.append(tensor)
             task.leaves.append(get_gradient_edge(leaf).node)
             return leaf
 
-        found = tree_map_only(Tensor, leaf_of, output)
-        if made:
-            task.root = _Root.apply(task.gradients, *made)
-        return found
+        leaves = tree_map_only(Tensor, leaf_of, output)
+        if outputs:
+            task.root = _Root.apply(task.gradients, *outputs)
+        return leaves
 
     def _end(self, tasks: Sequence[_Task]) -> None:
         """Let what has not come to its end leave what it is inside of."""
@@ -520,8 +520,8 @@ def _same(before: Any, after: Any) -> bool:
 def _shape_of(given: Any) -> Hashable:
     """Equal for what a model is given where shapes, dtypes and plain values are."""
     leaves, structure = tree_flatten(given)
-    kinds = [(*each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
-    return repr(structure), repr([each if type(each) in (*PLAIN, tuple) else type(each) for each in kinds])
+    kinds = [(*leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return repr(structure), repr([kind if type(kind) in (*PLAIN, tuple) else type(kind) for kind in kinds])
 
 
 def _weight_of(node: Node) -> Any:

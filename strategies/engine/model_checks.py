@@ -53,11 +53,11 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], r
                 yield f"{name}: the model has no such parameter"
                 continue
             group = group_of.get(id(param)) if param.requires_grad else None
-            found = (param.numel(), str(param.dtype).removeprefix("torch."), group)
-            if found != (size, bucket.dtype, bucket.group):
+            actual = (param.numel(), str(param.dtype).removeprefix("torch."), group)
+            if actual != (size, bucket.dtype, bucket.group):
                 yield (
-                    f"{name}: the plan has {size} x {bucket.dtype} in group {bucket.group}, the model {found[0]} x "
-                    f"{found[1]} in group {found[2]}"
+                    f"{name}: the plan has {size} x {bucket.dtype} in group {bucket.group}, the model {actual[0]} x "
+                    f"{actual[1]} in group {actual[2]}"
                 )
     around = around_blocks(model)
     for name in (name for b in layout.buckets if not b.resident for name in b.params if name in around):
@@ -72,24 +72,24 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             yield f"{name}: a scripted module, whose weights cannot be moved: stow the model as it was before"
-    for name, own in params.items():
-        if type(own) is not nn.Parameter and (own.requires_grad or type(own).__name__ not in KINDS):
-            yield f"{name}: a {type(own).__name__}, which manages its memory itself"
-        if not own.is_contiguous() and not is_placeholder(own):
+    for name, param in params.items():
+        if type(param) is not nn.Parameter and (param.requires_grad or type(param).__name__ not in KINDS):
+            yield f"{name}: a {type(param).__name__}, which manages its memory itself"
+        if not param.is_contiguous() and not is_placeholder(param):
             yield f"{name}: its memory is not in order of rows: build it with .contiguous()"
-        if own.requires_grad and getattr(own, "_post_accumulate_grad_hooks", None):
+        if param.requires_grad and getattr(param, "_post_accumulate_grad_hooks", None):
             yield f"{name}: {ACCUMULATED}"
     places = sorted(
-        (own.data_ptr(), own.data_ptr() + own.nbytes, name)
-        for name, own in params.items()
-        if own.numel() and not is_placeholder(own)
+        (param.data_ptr(), param.data_ptr() + param.nbytes, name)
+        for name, param in params.items()
+        if param.numel() and not is_placeholder(param)
     )
     for (_, end, first), (begin, _, second) in pairwise(places):
         if begin < end:
             yield f"{first} and {second} share memory and are two parameters: tie them by giving both modules the same"
     if not places:
         return
-    starts, mine = [begin for begin, _, _ in places], {id(own) for own in params.values()}
+    starts, mine = [begin for begin, _, _ in places], {id(param) for param in params.values()}
     for name, module in model.named_modules():
         for key, value in {**vars(module), **module._buffers}.items():
             if key == "_buffers" or f"{key}_orig" in module._parameters:
@@ -115,8 +115,8 @@ def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Ite
         for name in ("fused", *filter(None, STATE[rule.kind].values())):
             stowed = rule.defaults().get(name)
             if bool(group.get(name, stowed)) != bool(stowed):
-                there = f"{name} is {group[name]} there and {stowed} in the rule that was stowed"
-                yield f"parameter group {number}: {there}, which decides its kernel and state"
+                difference = f"{name} is {group[name]} there and {stowed} in the rule that was stowed"
+                yield f"parameter group {number}: {difference}, which decides its kernel and state"
 
 
 def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: UpdateRule) -> Iterator[str]:

@@ -62,17 +62,17 @@ class Scope:
 
 def find_scopes(model: nn.Module, bucket_of: Mapping[int, tuple[BucketState, int]]) -> list[Scope]:
     """All scopes of ``model`` in order of registration; ``bucket_of`` has each parameter's bucket by its id."""
-    found_blocks = set(find_blocks(model).values())
-    blocks = {name for name, module in model.named_modules() if module in found_blocks}  # by their first names
-    found: list[Scope] = []
+    block_modules = set(find_blocks(model).values())
+    blocks = {name for name, module in model.named_modules() if module in block_modules}  # by their first names
+    scopes: list[Scope] = []
     for name, module in model.named_modules():
         if any(_inside(name, block) for block in blocks):
             continue
         owned = module.parameters(recurse=name in blocks)
         buckets = list(dict.fromkeys(bucket_of[id(param)][0] for param in owned))
         if buckets:
-            found.append(Scope(name, module, buckets, name in blocks))
-    return found
+            scopes.append(Scope(name, module, buckets, name in blocks))
+    return scopes
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -125,9 +125,9 @@ class ModuleHooks:
         for scope in self._scopes:
             handles.append(scope.module.register_forward_pre_hook(partial(self._before, scope)))
             handles.append(scope.module.register_forward_hook(partial(self._after, scope), always_call=True))
-            own = checkpointed(scope.module)
-            if own is not None:
-                own.around = partial(self._around_checkpointed_forward, scope)
+            recomputed = checkpointed(scope.module)
+            if recomputed is not None:
+                recomputed.around = partial(self._around_checkpointed_forward, scope)
         return handles
 
     def forget_calls(self) -> None:
@@ -139,9 +139,9 @@ class ModuleHooks:
         """Undo what the handles of ``attach`` do not."""
         self.forget_calls()
         for scope in self._scopes:
-            own = checkpointed(scope.module)
-            if own is not None:
-                own.around = nullcontext
+            recomputed = checkpointed(scope.module)
+            if recomputed is not None:
+                recomputed.around = nullcontext
 
     def add_to_running(self, bucket: BucketState) -> None:
         """Add this bucket to the scope whose forward runs, if one does."""
@@ -154,8 +154,8 @@ class ModuleHooks:
         """At the first hook of a backward: the scopes that it will run, as far as they were announced in forward. They
         are forgotten when the first one is taken.
         """
-        made, self._made = self._made, []
-        for scope, nodes in made:
+        announced, self._made = self._made, []
+        for scope, nodes in announced:
             if any(torch._C._will_engine_execute_node(node) for node in nodes):
                 yield scope
 
@@ -217,8 +217,8 @@ class ModuleHooks:
             self._in_forward.remove(scope)
             self._leave(scope)
         if torch.is_grad_enabled() and scope.saves_weights:
-            made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-            inside = [node for node in made if node._sequence_nr() >= call.first_node]
+            nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+            inside = [node for node in nodes if node._sequence_nr() >= call.first_node]
             for node in inside:
                 node.register_prehook(partial(self._before_backward, scope, node._sequence_nr()))
             if self._records_nodes and not self.backward:

@@ -54,13 +54,13 @@ class Places:
     """What lies where in the host's arena; slots that several buckets pass through have the name of their kind."""
 
     def __init__(self, arena: Arena) -> None:
-        found = dict[tuple[int, int], str]()
+        names = dict[tuple[int, int], str]()
         for (bucket, item), spot in arena.addresses.spots.items():
             memory = arena.of(bucket, item, torch.uint8) if spot.tier is Tier.HOST else None
             if memory is not None and memory.numel():
                 place = memory.data_ptr(), memory.data_ptr() + memory.numel()
-                found[place] = item.value if place in found else f"{item.value} {bucket}".rstrip()
-        self._places = [(-1, -1, ""), *sorted((*place, name) for place, name in found.items())]
+                names[place] = item.value if place in names else f"{item.value} {bucket}".rstrip()
+        self._places = [(-1, -1, ""), *sorted((*place, name) for place, name in names.items())]
 
     def name_copy(self, stream: Stream, target: Tensor, source: Tensor) -> str:
         at = (source if stream is Stream.UP else target).data_ptr()

@@ -126,8 +126,8 @@ def stow(
 
 def stowed_by(model: nn.Module) -> StowOptimizer | None:
     """The optimizer that drives ``model``, if one does."""
-    found: StowOptimizer | None = model.__dict__.get(STOWED)
-    return found
+    optimizer: StowOptimizer | None = model.__dict__.get(STOWED)
+    return optimizer
 
 
 # DistributedDataParallel iterates over this attribute of a module before it wraps the module.
@@ -214,7 +214,7 @@ class StowOptimizer(torch.optim.Optimizer):
                 return loss.detach()
 
             works = [partial(work, loss_of) for loss_of in losses]
-            return [each() for each in works] if layers is None else layers.run(works)
+            return [compute() for compute in works] if layers is None else layers.run(works)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -255,7 +255,7 @@ class StowOptimizer(torch.optim.Optimizer):
 
     def _refuse_strangers(self) -> None:
         """Raise RuntimeError if there are other parameters than at ``stow``, or others are trainable."""
-        trained, known = self.engine.trained, self.engine.bucket_of
+        trained, bucket_of = self.engine.trained, self.engine.bucket_of
         for param in self._model.parameters():
             if param.requires_grad and id(param) not in trained:
                 name = next(name for name, other in self._model.named_parameters() if other is param)
@@ -264,7 +264,7 @@ class StowOptimizer(torch.optim.Optimizer):
                     f"resizing, freezing) has to be done before it is planned and stowed; functional_call with other "
                     f"parameters cannot be done"
                 )
-            known[id(param)]  # raises if it has taken the place of another
+            bucket_of[id(param)]  # raises if it has taken the place of another
 
     def _refuse_edits(self) -> None:
         """Raise RuntimeError if groups have other parameters than planned, or ask for another kind of update."""

@@ -46,8 +46,8 @@ class Prefetch:
         self._entered.append(scope)
         later = range(self._at + 1, len(self._order))
         self._at = next((i for i in later if self._order[i] is scope), self._at)
-        after = reversed(self._order) if torch.is_grad_enabled() else self._order
-        self._start(self._order[self._at + 1 :], self._here, after)
+        next_pass = reversed(self._order) if torch.is_grad_enabled() else self._order
+        self._start(self._order[self._at + 1 :], self._here, next_pass)
 
     def begin_backward(self) -> None:
         """A backward begins, perhaps not the first since the last forward."""
@@ -101,8 +101,8 @@ class Prefetch:
             here = scope
             for bucket in scope.buckets:
                 early = bucket.spec.resident and not bucket.is_shared
-                wanted = not bucket.settled if early else ticks <= bucket.leads[backward]
-                if wanted and not self._start_one(bucket, sooner):
+                is_due = not bucket.settled if early else ticks <= bucket.leads[backward]
+                if is_due and not self._start_one(bucket, sooner):
                     return
                 sooner.add(bucket.index)
 

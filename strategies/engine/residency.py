@@ -54,16 +54,16 @@ class Residency:
 
     def claim(self, bucket: BucketState) -> None:
         """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in]."""
-        for other in bucket.overlapping:
-            if other.present and other.open:
+        for overlapping in bucket.overlapping:
+            if overlapping.present and overlapping.open:
                 raise RuntimeError(
-                    f"{bucket.name} needs the address of {other.name}, which is in use: write a higher "
+                    f"{bucket.name} needs the address of {overlapping.name}, which is in use: write a higher "
                     f"strategies.offload.prefetch with weights: streamed (recomputing several blocks at once needs an "
                     f"address for each of them)"
                 )
-            if other.present:
-                assert other.pending is not Pending.VISITING, f"{other.name} is being updated"
-                self._vacate(other)
+            if overlapping.present:
+                assert overlapping.pending is not Pending.VISITING, f"{overlapping.name} is being updated"
+                self._vacate(overlapping)
         for former in (bucket, *bucket.overlapping):
             self._transfer.wait(Stream.UP, former.used, former.stored, former.arrived)
         bucket.claim()
@@ -89,10 +89,10 @@ class Residency:
         assert self._codes is not None
         if self._debug:
             self._transfer.poison(Stream.UP, bucket.weight)
-        here = EncodedWeights(bucket.spec.frozen_as, self._codes, bucket.spec.num_elements)
-        self._transfer.copy(Stream.UP, here.memory, codes.memory)
-        work = partial(here.decode, bucket.weight)
-        self._transfer.run(Stream.UP, work, reads=[here.memory], writes=[bucket.weight])
+        on_device = EncodedWeights(bucket.spec.frozen_as, self._codes, bucket.spec.num_elements)
+        self._transfer.copy(Stream.UP, on_device.memory, codes.memory)
+        work = partial(on_device.decode, bucket.weight)
+        self._transfer.run(Stream.UP, work, reads=[on_device.memory], writes=[bucket.weight])
         self._ranks.brought(bucket)
 
     def _bring_from_disk(self, bucket: BucketState) -> None:
@@ -152,9 +152,9 @@ class Residency:
         if self._debug:
             transfer.poison(Stream.UP, bucket.weight)
         transfer.wait(Stream.UP, transfer.record(Stream.HOST))  # the host rounds before it issues each copy
-        own = bucket.own(bucket.weight)
+        span = bucket.own(bucket.weight)
         for piece in bucket.pieces:
-            transfer.copy(Stream.UP, own[piece.at : piece.at + piece.size], bucket.rounded(piece))
+            transfer.copy(Stream.UP, span[piece.at : piece.at + piece.size], bucket.rounded(piece))
         self._ranks.brought(bucket)
 
     def use(self, bucket: BucketState) -> None:

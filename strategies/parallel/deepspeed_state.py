@@ -43,7 +43,7 @@ class DeepSpeedState(TorchState):
         elif kind == "FP16_UnfusedOptimizer":
             inner, grouped = outer.optimizer, outer.fp16_groups
             pairs = zip(outer.fp16_groups, outer.fp32_groups, strict=True)
-            held = [parts.whole(copy, param) for one in pairs for param, copy in zip(*one, strict=True)]
+            held = [parts.whole(copy, param) for pair in pairs for param, copy in zip(*pair, strict=True)]
         elif kind == "DeepSpeedZeroOptimizer":
             inner, grouped = outer.optimizer, outer.bit16_groups
             held = list(parts.of_groups(outer))
@@ -54,7 +54,7 @@ class DeepSpeedState(TorchState):
             raise ValueError(f"{kind} of DeepSpeed cannot be saved: its state is not known here")
         groups = [[parts.names[id(param)] for param in params] for params in grouped]
         shapes = {name: whole_shape(param) for name, param in named.items() if param.requires_grad}
-        weights = [found for param in named.values() if (found := parts.of_weight(param)) is not None]
+        weights = [weight for param in named.values() if (weight := parts.of_weight(param)) is not None]
         divides = any(hasattr(param, "ds_id") or shard_of(param) for param in named.values())
         super().__init__(inner, held, groups, shapes, weights, divides_weights=divides)
 
@@ -74,8 +74,8 @@ class DeepSpeedState(TorchState):
         if scaler is None:
             return None
         held = scaler.cur_iter - scaler.last_overflow_iter - 1
-        left = getattr(scaler, "cur_hysteresis", None)
-        return {"scale": scaler.cur_scale, "held": held} | ({} if left is None else {"hysteresis": left})
+        hysteresis = getattr(scaler, "cur_hysteresis", None)
+        return {"scale": scaler.cur_scale, "held": held} | ({} if hysteresis is None else {"hysteresis": hysteresis})
 
     def set_loss_scale(self, saved: Mapping[str, float]) -> None:
         scaler = self._scaler()
@@ -137,9 +137,9 @@ class _Parts:
         for params, flat in zip(outer.bit16_groups, outer.single_partition_of_fp32_groups, strict=True):
             pieces = []
             for param in params:
-                if (there := param._hp_mapping) is not None:
-                    offset, count = there.hp_fragment_address.start, there.hp_fragment_address.numel
-                    pieces.append(self._piece(param, there.lp_fragment_address.start, offset, count, by_all=True))
+                if (mapping := param._hp_mapping) is not None:
+                    offset, count = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+                    pieces.append(self._piece(param, mapping.lp_fragment_address.start, offset, count, by_all=True))
             if pieces:
                 yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
 

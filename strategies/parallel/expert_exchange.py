@@ -41,19 +41,19 @@ class Way:
 
     def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """Begin to exchange ``rows``; ``back``: in the other direction. What is returned is not filled yet."""
-        there, here = (self.received, self.sent) if back else (self.sent, self.received)
-        rows, found = rows.contiguous(), rows.new_empty(sum(here), *rows.shape[1:])
-        work = dist.all_to_all_single(found, rows, list(here), list(there), group=self.group, async_op=True)
-        self.under_way = (work, rows, found)  # both stay until it is done
-        return found
+        sends, gets = (self.received, self.sent) if back else (self.sent, self.received)
+        rows, arriving = rows.contiguous(), rows.new_empty(sum(gets), *rows.shape[1:])
+        work = dist.all_to_all_single(arriving, rows, list(gets), list(sends), group=self.group, async_op=True)
+        self.under_way = (work, rows, arriving)  # both stay until it is done
+        return arriving
 
     def finish(self) -> Tensor:
         """Wait for the rows that were begun with."""
-        found: Tensor
-        work, _, found = self.under_way
+        arrived: Tensor
+        work, _, arrived = self.under_way
         self.under_way = None
         work.wait()
-        return found
+        return arrived
 
 
 class _Start(torch.autograd.Function):
@@ -130,19 +130,19 @@ class DividedExperts:
         ]
         order, again = _sorting(self._place[experts])
         rows = _Sorted.apply(hidden_states, order, again, top_k_index.shape[-1]).split([sum(way.sent) for way in ways])
-        each = 1 if experts.device.type == "cpu" else self._local  # experts in one call
-        sizes = [min(each, b - at) for a, b in self._slices for at in range(a, b, each)]
+        per_call = 1 if experts.device.type == "cpu" else self._local  # experts in one call
+        sizes = [min(per_call, b - at) for a, b in self._slices for at in range(a, b, per_call)]
         parts = list(zip(*(param.split(sizes) for param in self._module.parameters(recurse=False)), strict=True))
         arriving, returning = _Start.apply(rows[0], ways[0], None), []
         for number, (a, b) in enumerate(self._slices):
             following = _Start.apply(rows[number + 1], ways[number + 1], None) if number + 1 < len(ways) else None
-            here = _Finish.apply(arriving, ways[number])
-            calls, parts = parts[: -(-(b - a) // each)], parts[-(-(b - a) // each) :]
-            found = self._products(here, [row[a:b] for row in received], calls)
+            arrived = _Finish.apply(arriving, ways[number])
+            calls, parts = parts[: -(-(b - a) // per_call)], parts[-(-(b - a) // per_call) :]
+            products = self._products(arrived, [row[a:b] for row in received], calls)
             back = Way(self._group, ways[number].received, ways[number].sent)
-            returning.append((_Start.apply(found, back, here), back))
+            returning.append((_Start.apply(products, back, arrived), back))
             arriving = following
-        results = torch.cat([_Finish.apply(found, back) for found, back in returning])
+        results = torch.cat([_Finish.apply(products, back) for products, back in returning])
         weighted: Tensor = results[again].view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(dim=-2).to(hidden_states.dtype)
 
@@ -153,8 +153,8 @@ class DividedExperts:
             self.routed += sent
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
-        both: list[Any] = torch.stack([sent, received]).view(2, self._degree, self._local).tolist()
-        return both[0], both[1]
+        counts: list[Any] = torch.stack([sent, received]).view(2, self._degree, self._local).tolist()
+        return counts[0], counts[1]
 
     def _products(self, rows: Tensor, counts: list[list[int]], calls: list[tuple[Tensor, ...]]) -> Tensor:
         """What Hugging Face's class makes of ``rows``: of each rank ``counts`` for each expert. ``calls``: weights."""
@@ -164,16 +164,16 @@ class DividedExperts:
         order, again = _sorting(experts)
         experts, of_expert = experts[order].unsqueeze(-1), [sum(column) for column in zip(*counts, strict=True)]
         sizes = [sum(of_expert[at : at + len(calls[0][0])]) for at in range(0, len(of_expert), len(calls[0][0]))]
-        found = []
-        for weights, mine, which in zip(
+        products = []
+        for weights, mine, choice in zip(
             calls, _Sorted.apply(rows, order, again, 1).split(sizes), experts.split(sizes), strict=True
         ):
             few: Any = copy.copy(self._module)
             del few.__dict__["forward"]
             few._parameters = dict(zip(few._parameters, weights, strict=True))
             few.num_experts = len(weights[0])
-            found.append(few(mine, which % few.num_experts, torch.ones_like(which, dtype=rows.dtype)))
-        in_order: Tensor = _Sorted.apply(torch.cat(found), again, order, 1)
+            products.append(few(mine, choice % few.num_experts, torch.ones_like(choice, dtype=rows.dtype)))
+        in_order: Tensor = _Sorted.apply(torch.cat(products), again, order, 1)
         return in_order
 
 

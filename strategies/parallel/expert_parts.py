@@ -104,7 +104,7 @@ class ExpertParts:
         name_of = {id(param): name for name, param in model.named_parameters()}
         groups = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         held = [weights[name] for group in groups for name in group]
-        shapes = {piece.name: piece.shape for each in held for piece in each.pieces}
+        shapes = {piece.name: piece.shape for holding in held for piece in holding.pieces}
         return TorchState(optimizer, held, groups, shapes, list(weights.values()), divides_weights=True)
 
     def _held(self, name: str, param: nn.Parameter, *, writes: bool) -> Held:

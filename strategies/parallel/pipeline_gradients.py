@@ -33,7 +33,7 @@ class StageGradients:
         self._order = [name for name, _ in pipeline.stage.whole.named_parameters()]
         holders: list[list[str]] = [[] for _ in range(pipeline.stages)]
         dist.all_gather_object(holders, list(self._params), group=self._group)
-        held_by = {name: [place for place, held in enumerate(holders) if name in held] for name in self._order}
+        held_by = {name: [place for place, names in enumerate(holders) if name in names] for name in self._order}
         self._tied = {name: places for name, places in held_by.items() if len(places) > 1}
         self._place = pipeline.position
         self._divided = {name for name, param in self._params.items() if tensor_shards.shard_of(param) is not None}
@@ -48,33 +48,33 @@ class StageGradients:
         if dist.get_world_size(self._copies) > 1:
             grads = self._used_by_any()
             torch._foreach_div_(grads, dist.get_world_size(self._copies))
-            for part in messages(grads):
-                flat = _flatten_dense_tensors(part)
+            for message in messages(grads):
+                flat = _flatten_dense_tensors(message)
                 dist.all_reduce(flat, group=self._copies)
-                torch._foreach_copy_(part, list(_unflatten_dense_tensors(flat, part)))
+                torch._foreach_copy_(message, list(_unflatten_dense_tensors(flat, message)))
 
     def _used_by_any(self) -> list[Tensor]:
         """The gradients of weights that any of the copies used: the same ones on each, for messages to fit."""
         params = list(self._params.values())
         used = torch.tensor([param.grad is not None for param in params], dtype=torch.int32, device=params[0].device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._copies)
-        found = []
+        used_grads = []
         for param, is_used in zip(params, used.tolist(), strict=True):
             if is_used:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                found.append(param.grad)
-        return found
+                used_grads.append(param.grad)
+        return used_grads
 
     def _add_ends(self, param: nn.Parameter, front: int, back: int) -> None:
         """Both ends get the sum of the two gradients, added in the same order."""
         mine = torch.zeros_like(param) if param.grad is None else param.grad
-        other = torch.empty_like(mine)
+        theirs = torch.empty_like(mine)
         peer = dist.get_global_rank(self._group, back if self._place == front else front)
-        order = (dist.isend, mine), (dist.irecv, other)
+        order = (dist.isend, mine), (dist.irecv, theirs)
         works = dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self._group) for kind, tensor in order])
         for work in works:
             work.wait()
-        param.grad = mine + other if self._place == front else other + mine
+        param.grad = mine + theirs if self._place == front else theirs + mine
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip all gradients of the copy to a norm of ``max_norm`` and return the norm before; a collective."""
@@ -86,29 +86,29 @@ class StageGradients:
 
     def total_norm(self, norms: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """The norm of all gradients of the copy, from the norm of each that this stage owns; a collective."""
-        known = torch.zeros(3, len(self._order), dtype=torch.float64, device=device)  # norms; which there are; of parts
+        table = torch.zeros(3, len(self._order), dtype=torch.float64, device=device)  # norms; which there are; of parts
         if norms:
             numbers = [self._number[name] for name in norms]
-            known[0, numbers] = torch.stack(list(norms.values())).double()
-            known[1, numbers] = 1
-            known[2, [self._number[name] for name in norms if name in self._divided]] = 1
-        dist.all_reduce(known, group=self._group)
+            table[0, numbers] = torch.stack(list(norms.values())).double()
+            table[1, numbers] = 1
+            table[2, [self._number[name] for name in norms if name in self._divided]] = 1
+        dist.all_reduce(table, group=self._group)
         dtype = next((norm.dtype for norm in norms.values()), torch.float32)
-        there, in_parts = known[1] > 0, known[2] > 0
-        of_whole: Tensor = torch.linalg.vector_norm(known[0][there & ~in_parts].to(dtype), 2.0)
+        present, in_parts = table[1] > 0, table[2] > 0
+        of_whole: Tensor = torch.linalg.vector_norm(table[0][present & ~in_parts].to(dtype), 2.0)
         if not self._divided:
             return of_whole
-        return tensor_shards.whole_norm(torch.linalg.vector_norm(known[0][in_parts].to(dtype), 2.0), of_whole)
+        return tensor_shards.whole_norm(torch.linalg.vector_norm(table[0][in_parts].to(dtype), 2.0), of_whole)
 
 
 def messages(grads: list[Tensor]) -> list[list[Tensor]]:
     """Gradients or weights of one dtype, in messages of about ``MESSAGE_BYTES``."""
-    found: list[list[Tensor]] = []
+    batches: list[list[Tensor]] = []
     filled = 0
     for grad in sorted(grads, key=lambda grad: str(grad.dtype)):
-        if not found or filled > MESSAGE_BYTES or found[-1][0].dtype is not grad.dtype:
-            found.append([])
+        if not batches or filled > MESSAGE_BYTES or batches[-1][0].dtype is not grad.dtype:
+            batches.append([])
             filled = 0
-        found[-1].append(grad)
+        batches[-1].append(grad)
         filled += grad.nbytes
-    return found
+    return batches

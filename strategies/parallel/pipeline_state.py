@@ -39,13 +39,13 @@ def pipeline_state(
     mine = [[name_of[id(param)] for param in group] for group in updated]
     groups, shapes = _of_all_stages(pipeline, mine)
     first = is_first(params.values())
-    own = {name for name in gradients.own if first or shard_of(params[name]) is not None}
-    weights = {name: _held(param, name, written=writes and name in own) for name, param in params.items()}
+    own_names = {name for name in gradients.own if first or shard_of(params[name]) is not None}
+    weights = {name: _held(param, name, written=writes and name in own_names) for name, param in params.items()}
     names = [name for group in mine for name in group]
     if shares is None:
         held = [weights[name] for name in names]
     else:
-        held = [each for name in names for each in shares.held(params[name], name, written=name in own)]
+        held = [holding for name in names for holding in shares.held(params[name], name, written=name in own_names)]
     return TorchState(optimizer, held, groups, shapes, list(weights.values()), divides_weights=True)
 
 
@@ -76,12 +76,12 @@ def _of_all_stages(pipeline: Pipeline, mine: list[list[str]]) -> tuple[list[list
     """Names in each group, and shapes, of all trained parameters, from the names that each stage has; a collective."""
     everyones: list[Any] = [None] * pipeline.stages
     dist.all_gather_object(everyones, mine, group=pipeline.group)
-    whole = {name: tuple(param.shape) for name, param in pipeline.stage.whole.named_parameters()}
+    shapes = {name: tuple(param.shape) for name, param in pipeline.stage.whole.named_parameters()}
     groups = [
-        [name for name in whole if any(name in groups[index] for groups in everyones)] for index in range(len(mine))
+        [name for name in shapes if any(name in groups[index] for groups in everyones)] for index in range(len(mine))
     ]
     trained = {name for group in groups for name in group}
-    return groups, {name: shape for name, shape in whole.items() if name in trained}
+    return groups, {name: shape for name, shape in shapes.items() if name in trained}
 
 
 def gathered(
@@ -101,7 +101,7 @@ def gathered(
     mine = {first[id(whole[name])]: value for name, value in stage.model.state_dict(keep_vars=True).items()}
     values = dict(zip(mine, stage.model.state_dict().values(), strict=True))  # of the memory engine's, read together
     sends = is_first(stage.model.parameters())
-    found: dict[str, torch.Tensor] = {}
+    placed: dict[str, torch.Tensor] = {}
     for at in range(pipeline.stages):
         about = [
             [(name, whole_shape(value), value.dtype) for name, value in mine.items()]
@@ -120,11 +120,11 @@ def gathered(
                 if value is None:
                     value = torch.empty(shape, dtype=dtype, device=device)
                     dist.recv(value, dist.get_global_rank(group, at), group=group)
-                if name not in found:
-                    found[name] = stays(value)
+                if name not in placed:
+                    placed[name] = stays(value)
     if device.type != "cpu":  # sends run on the device, and this process may end before they are through
         torch.accelerator.synchronize(device)
     dist.barrier(group=group)  # on a device a send is only queued: who leaves now would take it along
     if pipeline.position != 0 or not sends:
         return {}
-    return {name: found[first[id(value)]] for name, value in whole.items()}
+    return {name: placed[first[id(value)]] for name, value in whole.items()}

@@ -58,35 +58,35 @@ class StateShares:
         """Every copy gets all parts; a collective."""
         for part in self._parts.values():
             part.grad = None
-        for some in messages([param.detach() for group in self.groups for param in group]):
-            self._exchange(some)
+        for message in messages([param.detach() for group in self.groups for param in group]):
+            self._exchange(message)
 
     def _exchange(self, params: Sequence[Tensor]) -> None:
         sizes = [len(self._of(param, 0)) for param in params]
         mine = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        for there, here in self._places(params, sizes, mine, self._place):
-            there.copy_(here)
+        for in_message, in_weight in self._places(params, sizes, mine, self._place):
+            in_message.copy_(in_weight)
         everyones = mine.new_empty(self._shards * len(mine))
         dist.all_gather_into_tensor(everyones, mine, group=self._group)
         for place, theirs in enumerate(everyones.chunk(self._shards)):
-            for there, here in self._places(params, sizes, theirs, place):
-                here.copy_(there)
+            for in_message, in_weight in self._places(params, sizes, theirs, place):
+                in_weight.copy_(in_message)
 
     def _places(
         self, params: Sequence[Tensor], sizes: Sequence[int], message: Tensor, place: int
     ) -> list[tuple[Tensor, Tensor]]:
         """Of each weight the part at ``place``, in the ``message`` and where it belongs."""
-        found = []
-        for param, there in zip(params, message.split(list(sizes)), strict=True):
-            which = self._of(param, place)
-            found.append((there[: len(which)], param.view(-1)[which.start : which.stop]))
-        return found
+        places = []
+        for param, in_message in zip(params, message.split(list(sizes)), strict=True):
+            elements = self._of(param, place)
+            places.append((in_message[: len(elements)], param.view(-1)[elements.start : elements.stop]))
+        return places
 
     def held(self, param: nn.Parameter, name: str, *, written: bool) -> list[Held]:
         """This rank's part of the weight ``name`` as the optimizer has it; none of a weight that is too small."""
         if param not in self._parts:
             return []
-        which = self._of(param, self._place)
-        start, columns = within(param, which.start)
-        piece = Piece(name, whole_shape(param), start, 0, len(which), columns, written)
+        elements = self._of(param, self._place)
+        start, columns = within(param, elements.start)
+        piece = Piece(name, whole_shape(param), start, 0, len(elements), columns, written)
         return [Held(self._parts[param], (piece,), str(param.dtype).removeprefix("torch."))]

@@ -113,7 +113,7 @@ class Pipeline:
         longest = max(batch["input_ids"].numel() for batch in batches)
         if not longest <= self._rows <= 2 * longest:
             self._rows = longest
-        return self.from_last(torch.cat([self._run_together(some, loss_of) for some in self._turns(batches)]))
+        return self.from_last(torch.cat([self._run_together(turn, loss_of) for turn in self._turns(batches)]))
 
     def _turns(self, batches: Sequence[Inputs]) -> Iterator[Sequence[Inputs]]:
         """As many as the schedule takes together, then the others one by one."""
@@ -135,8 +135,8 @@ class Pipeline:
             schedule.step(*first, number=numbers, return_outputs=False, **ends)
         self._batches = ()
         self._loss_of = None
-        found = torch.stack([loss.detach().reshape(()) for loss in losses]) if losses else torch.empty(len(batches))
-        return found.float().to(self.device)
+        stacked = torch.stack([loss.detach().reshape(()) for loss in losses]) if losses else torch.empty(len(batches))
+        return stacked.float().to(self.device)
 
     def from_last(self, tensor: Tensor) -> Tensor:
         """``tensor`` of the rank that has the last part, on every stage."""
@@ -147,25 +147,25 @@ class Pipeline:
         """``outputs_of`` a batch in fp32, called with the model as the last part. On every stage; no gradients."""
         rows, hidden = inputs["input_ids"].numel(), None
         for part in range(len(self.stage.parts) - 1):
-            here, there = (self.kind.stage_of(each, self.stages) for each in (part, part + 1))
-            if here == self.position:
+            sender, receiver = (self.kind.stage_of(index, self.stages) for index in (part, part + 1))
+            if sender == self.position:
                 hidden = self._flat(self._hidden_states(part, hidden, inputs), rows)
-            if here != there and self.position in (here, there):
-                peer = dist.get_global_rank(self.group, there if self.position == here else here)
-                if self.position == here:
+            if sender != receiver and self.position in (sender, receiver):
+                peer = dist.get_global_rank(self.group, receiver if self.position == sender else sender)
+                if self.position == sender:
                     assert hidden is not None
                     dist.send(hidden, peer, group=self.group)
                 else:
                     hidden = torch.empty(rows, self._width, dtype=self._dtype, device=self.device)
                     dist.recv(hidden, peer, group=self.group)
-            if there == self.position:
+            if receiver == self.position:
                 assert hidden is not None
                 hidden = hidden.view(*inputs["input_ids"].shape, self._width)
-        found = torch.empty(shape, device=self.device)
+        outputs = torch.empty(shape, device=self.device)
         if self.has_loss:
             with self.stage.only(len(self.stage.parts) - 1, hidden):
-                found = outputs_of(inputs).float().contiguous()
-        return self.from_last(found)
+                outputs = outputs_of(inputs).float().contiguous()
+        return self.from_last(outputs)
 
     def run(self, part: int, given: Tensor | None, number: int) -> Tensor:
         """Forward of one part for a micro-batch, as a schedule asks for it."""
@@ -173,22 +173,22 @@ class Pipeline:
         ids = inputs["input_ids"]
         hidden = None if given is None else given[: ids.numel()].view(*ids.shape, self._width)
         if not self.stage.is_last(part):
-            found = self._flat(self._hidden_states(part, hidden, inputs), self._rows)
+            output = self._flat(self._hidden_states(part, hidden, inputs), self._rows)
         else:
             assert self._loss_of is not None
             with self.stage.only(part, hidden):
-                found = self._loss_of(inputs).reshape(1)
-        if (begin := self.before_backward) is not None and found.requires_grad:
-            found.register_hook(lambda grad: begin())  # runs before the first node of its backward
-        return found
+                output = self._loss_of(inputs).reshape(1)
+        if (begin := self.before_backward) is not None and output.requires_grad:
+            output.register_hook(lambda grad: begin())  # runs before the first node of its backward
+        return output
 
     def _hidden_states(self, part: int, hidden: Tensor | None, inputs: Inputs) -> Tensor:
         with self._context():
-            found = self.stage.hidden_states(part, hidden, inputs)
-        assert found.dtype is self._dtype, (
-            f"hidden states of part {part} are {found.dtype}, and travel as {self._dtype}"
+            output = self.stage.hidden_states(part, hidden, inputs)
+        assert output.dtype is self._dtype, (
+            f"hidden states of part {part} are {output.dtype}, and travel as {self._dtype}"
         )
-        return found
+        return output
 
     def _flat(self, hidden: Tensor, rows: int) -> Tensor:
         """``hidden`` states end to end, padded. Schedules that split backward detach it in place: not a view then."""
@@ -205,7 +205,7 @@ class Pipeline:
 
     def _make(self, count: int, name: str) -> Any:
         parts = len(self.stage.parts)
-        made = [
+        stages = [
             pipelining.PipelineStage(
                 _Part(self, part),
                 part,
@@ -219,7 +219,7 @@ class Pipeline:
         ]
         kind = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
         single = self.kind.parts_per_stage == 1
-        return kind(made[0] if single else made, count, loss_fn=_only, scale_grads=False)
+        return kind(stages[0] if single else stages, count, loss_fn=_only, scale_grads=False)
 
     def _example(self, border: int) -> Tensor:
         """What crosses the ``border`` in front of a part: numbers at the first, a loss behind the last."""

@@ -68,8 +68,8 @@ class Tokens:
         if not torch.is_grad_enabled():
             return None
         if hidden.shape[1] < self.ranks:  # from slices of such rows nobody could tell how many they are
-            what = f"the longest row of a micro-batch has {hidden.shape[1]} tokens, fewer than strategies.tensor.degree"
-            raise RuntimeError(f"{what}, over which strategies.tensor.sequence_parallel divides them; leave it out")
+            why = f"the longest row of a micro-batch has {hidden.shape[1]} tokens, fewer than strategies.tensor.degree"
+            raise RuntimeError(f"{why}, over which strategies.tensor.sequence_parallel divides them; leave it out")
         self.shape = hidden.shape[:2]
         return _Divide.apply(hidden, self), *args[1:]
 
@@ -163,8 +163,8 @@ class _Columns(torch.autograd.Function):
         ctx.save_for_backward(part, weight)
         ctx.again = again
         again.products += weight.requires_grad
-        found: Tensor = linear(whole, weight, bias)
-        return found
+        output: Tensor = linear(whole, weight, bias)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -204,8 +204,8 @@ class _Rows(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shaped: Tensor, inputs: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
-        found: Tensor = scattered_product(inputs.flatten(0, -2), weight, tokens.ranks, tokens.group)
-        return found
+        output: Tensor = scattered_product(inputs.flatten(0, -2), weight, tokens.ranks, tokens.group)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -229,11 +229,11 @@ class Scattered:
         if self._cut is Cut.COLUMNS:
             if inputs is not tokens.whole:  # its gradient would be summed twice, or never
                 raise RuntimeError("a layer divided by columns was given other tokens than its module")
-            found: Tensor = _Columns.apply(inputs, tokens.part, layer.weight, bias, tokens.again)
-            return found
+            output: Tensor = _Columns.apply(inputs, tokens.part, layer.weight, bias, tokens.again)
+            return output
         shaped = _Rows.apply(inputs, layer.weight, tokens)
-        found = _Sum.apply(shaped, inputs.detach(), layer.weight.detach(), tokens)
-        return found if bias is None else found + bias
+        output = _Sum.apply(shaped, inputs.detach(), layer.weight.detach(), tokens)
+        return output if bias is None else output + bias
 
 
 def start(model: Any, tokens: Tokens) -> None:

@@ -100,8 +100,8 @@ class Stage:
         self.model, self.form, self.front = model, form, list(form.front)
         self.blocks = list(find_blocks(model))
         outside = _outside(model, self.blocks)
-        if other := form.outside ^ set(outside):
-            raise CannotCut(f"{min(other)} is not both in the model and in the small copy on which cutting was tried")
+        if unlike := form.outside ^ set(outside):
+            raise CannotCut(f"{min(unlike)} is not both in the model and in the small copy on which cutting was tried")
         self.back = [path for path in outside if path not in self.front]
         self.parts = [[name for name in part if name in self.blocks] for part in parts]
         self.mine = list(mine)
@@ -126,7 +126,7 @@ class Stage:
         """Run the model inside as ``part`` alone, which is given the ``hidden`` states of the part before it."""
         swaps = self._swaps[part]
         received = [module for module in swaps.values() if isinstance(module, Received)]
-        kept = {path: self.model.get_submodule(path) for path in swaps}
+        originals = {path: self.model.get_submodule(path) for path in swaps}
         for path, module in swaps.items():
             replace(self.model, path, module)
         for module in received:
@@ -134,17 +134,17 @@ class Stage:
         try:
             yield
         finally:
-            for path, module in kept.items():
+            for path, module in originals.items():
                 replace(self.model, path, module)
             for module in received:
                 module.hidden = None
 
     def hidden_states(self, part: int, hidden: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
         """What ``part`` makes of ``hidden``, or the first one of the tokens; for all parts but the last."""
-        rest = {key: value for key, value in inputs.items() if key != "labels"}
+        model_inputs = {key: value for key, value in inputs.items() if key != "labels"}
         with self.only(part, hidden):
             base_model: Any = self.model.base_model
-            output: Tensor = base_model(**rest)[0]
+            output: Tensor = base_model(**model_inputs)[0]
         return output
 
     def parameters(self, part: int) -> Iterator[nn.Parameter]:
@@ -160,11 +160,11 @@ class Stage:
 
     def _swaps_of(self, part: int, gone: set[str]) -> dict[str, nn.Module]:
         """What stands in the model, by path, while ``part`` runs and no longer: in place of the rank's other parts."""
-        found = {path: self._stand_in(path) for path in self._absent(part) - gone}
+        swaps = {path: self._stand_in(path) for path in self._absent(part) - gone}
         if part > 0:
-            before = self.blocks[self.blocks.index(self.parts[part][0]) - 1]
-            found[before] = Received(self.model.get_submodule(before), in_tuple=self.form.in_tuple)
-        return found
+            block_before = self.blocks[self.blocks.index(self.parts[part][0]) - 1]
+            swaps[block_before] = Received(self.model.get_submodule(block_before), in_tuple=self.form.in_tuple)
+        return swaps
 
     def _stand_in(self, path: str) -> nn.Module:
         """A norm keeps the shape that it is given; an embedding or a projection in front has one of its own."""
@@ -211,22 +211,22 @@ def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
     model.eval()  # no dropout: the parts would draw other numbers
     blocks = list(find_blocks(model))
     called = list[str]()
-    given = list[Any]()
+    outs = list[Any]()
     outside = _outside(model, blocks)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     handles = [
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.append(path))
         for path in (*outside, *blocks)
     ]
-    handles += [model.get_submodule(path).register_forward_hook(lambda *each: given.append(each[2])) for path in blocks]
+    handles += [model.get_submodule(path).register_forward_hook(lambda *each: outs.append(each[2])) for path in blocks]
     loss, grads = _run(model, inputs, params)
     for handle in handles:
         handle.remove()
     if [path for path in called if path in blocks] != blocks:
         raise CannotCut("its forward does not run each block once, in their order")
     front = tuple(path for path in outside if path in called[: called.index(blocks[0])])
-    in_tuple = isinstance(given[0], tuple)
-    hidden = given[0][0] if in_tuple else given[0]
+    in_tuple = isinstance(outs[0], tuple)
+    hidden = outs[0][0] if in_tuple else outs[0]
     if not isinstance(hidden, Tensor) or hidden.shape[:2] != inputs["input_ids"].shape:
         raise CannotCut("its blocks do not give one tensor of hidden states")
     form = Form(front, frozenset(outside), in_tuple, hidden.shape[-1], hidden.dtype)
@@ -249,5 +249,5 @@ def _run(
     model: nn.Module, inputs: Mapping[str, Tensor], params: Mapping[str, nn.Parameter]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     loss: Tensor = model(**inputs).loss
-    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    return loss.detach(), {name: grad for name, grad in zip(params, found, strict=True) if grad is not None}
+    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    return loss.detach(), {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}

@@ -30,13 +30,13 @@ def divide(model: nn.Module, degree: int) -> None:
 
     set_autotp_mode(training=True)
     groups._init_tp_mesh_device(degree)  # DeepSpeed's engine uses the same groups
-    given: dict[str, Any] = {"mp_group": groups.get_tensor_model_parallel_group()}
-    given["tp_meta"] = AutoTPMeta.from_model_config(model.config)
+    arguments: dict[str, Any] = {"mp_group": groups.get_tensor_model_parallel_group()}
+    arguments["tp_meta"] = AutoTPMeta.from_model_config(model.config)
     kinds = {Cut.COLUMNS: LinearLayer, Cut.ROWS: LinearAllreduce}
     for prefix, wrapper in adapted:
         for name, layer in list(wrapper.named_modules(prefix=prefix)):
             cut = cut_of(name, tied=True) if isinstance(layer, nn.Linear) else None
             if cut is not None:
                 path, _, key = name.rpartition(".")
-                setattr(model.get_submodule(path), key, kinds[cut](layer, name=name, **given))
+                setattr(model.get_submodule(path), key, kinds[cut](layer, name=name, **arguments))
         wrapper.replaced = True  # type: ignore[assignment]

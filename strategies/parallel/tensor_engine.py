@@ -32,11 +32,11 @@ def among_ranks(model: nn.Module, grid: Grid) -> dict[str, Any]:
 
 def total_norm(parts: set[str], norms: Mapping[str, Tensor], where: device) -> Tensor:
     """The ``TotalNorm`` of a copy, of whose parameters ranks have ``parts``; a collective."""
-    found = [
+    totals = [
         norm_of_all({name: norm for name, norm in norms.items() if (name in parts) is divided}, where)
         for divided in (True, False)
     ]
-    return tensor_shards.whole_norm(*found)
+    return tensor_shards.whole_norm(*totals)
 
 
 class EnginesParts(EngineState):

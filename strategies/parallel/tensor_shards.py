@@ -57,9 +57,9 @@ class Shard:
 
 def shard_of(param: Any) -> Shard | None:
     """This rank's part of ``param``; None if it has the whole."""
-    found: Shard | None = getattr(param, "shard", None)
-    if found is not None:
-        return found
+    shard: Shard | None = getattr(param, "shard", None)
+    if shard is not None:
+        return shard
     note = getattr(param, "ds_autotp_universal_checkpoint_meta", None)
     if note is None or note["partition_dim"] is None:
         return None
@@ -89,14 +89,14 @@ def divide(model: Any, degree: int, *, tied: bool, in_slices: bool = False) -> N
     set_autotp_mode(training=True)
     groups._init_tp_mesh_device(degree)
     specs = AutoTPConfig.from_dict(autotp.partition(tied=tied, frozen=False, in_slices=in_slices)["partition_config"])
-    rest: dict[str, Any] = {"all_reduce_linears": (), "prefix": "", "state_dict": None, "orig_layer_impl": None}
+    defaults: dict[str, Any] = {"all_reduce_linears": (), "prefix": "", "state_dict": None, "orig_layer_impl": None}
     divider = AutoTP(
         module=model,
         linear_layer_setting=(nn.Linear, nn.Embedding),
         partition_config=specs,
         model_config=model.config,
         training_mode=True,
-        **rest,
+        **defaults,
     )
     divider.set_tensor_parallel_config(degree, group())
     with redirect_stdout(io.StringIO()):  # it prints what it finds
@@ -139,7 +139,7 @@ def state_dict(
     """The state dict, whole and on the CPU, empty unless ``keep``. A collective, one tensor at a time; of the ``group``
     that has all parts, by default the ranks of this copy of the model. ``place``: puts a whole tensor where it stays.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     same: dict[int, Tensor] = {}  # a tied weight is gathered once
     values = model.state_dict()  # of the memory engine's, read together
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -151,25 +151,25 @@ def state_dict(
                 same[id(tensor)] = place(whole)
             else:
                 same[id(tensor)] = whole.to("cpu", copy=shard_of(tensor) is None)
-        found[name] = same[id(tensor)]
-    return found if keep else {}
+        tensors[name] = same[id(tensor)]
+    return tensors if keep else {}
 
 
 def gathered(tensor: Tensor, ranks: Any = None, value: Tensor | None = None) -> Tensor:
     """The whole of a ``tensor`` of which this rank may have a part, with its ``value`` if that is elsewhere. A
     collective. ``ranks``: see ``state_dict``.
     """
-    held = tensor if value is None else value
+    local = tensor if value is None else value
     shard = shard_of(tensor)
     if shard is None:
-        return held.detach()
+        return local.detach()
     largest = max(shard.sizes)
-    part = held.detach().movedim(shard.dim, 0)
+    part = local.detach().movedim(shard.dim, 0)
     mine = part.new_zeros(largest, *part.shape[1:])
     mine[: part.shape[0]] = part
     parts = [torch.empty_like(mine) for _ in shard.sizes]
     torch.distributed.all_gather(parts, mine, group=ranks or group())
-    cut = [each[:size] for each, size in zip(parts, shard.sizes, strict=True)]
+    cut = [padded[:size] for padded, size in zip(parts, shard.sizes, strict=True)]
     return torch.cat(cut).movedim(0, shard.dim).contiguous()
 
 
@@ -205,10 +205,10 @@ def apart(model: nn.Module, grid: Grid) -> int:
     if grid.tensor == 1 or not probability:
         return 0
     place = grid.cell(torch.distributed.get_rank()).tensor
-    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ATTENTION]
-    for module in found:
+    attentions = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ATTENTION]
+    for module in attentions:
         _draw_apart(module, place, grid.tensor)
-    return len(found)
+    return len(attentions)
 
 
 def _draw_apart(module: nn.Module, place: int, ranks: int) -> None:

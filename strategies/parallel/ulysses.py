@@ -79,13 +79,13 @@ class Ulysses:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         times = lcm(key.shape[1], self.degree) // key.shape[1]
         if times > 1:
-            key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
-        parts = [each.unflatten(1, (self.degree, -1)).movedim(1, 0) for each in (query, key, value)]
+            key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
+        parts = [tensor.unflatten(1, (self.degree, -1)).movedim(1, 0) for tensor in (query, key, value)]
         heads = [part.shape[2] for part in parts]
         received = self._exchange(torch.cat(parts, dim=2)).movedim(0, 2).flatten(2, 3)
         query, key, value = received.split(heads, dim=1)
-        found = varlen.attend(query, key, value, documents, sliding_window, scaling).transpose(1, 2)
-        back = self._exchange(found.unflatten(2, (self.degree, -1)).movedim(2, 0))
+        attended = varlen.attend(query, key, value, documents, sliding_window, scaling).transpose(1, 2)
+        back = self._exchange(attended.unflatten(2, (self.degree, -1)).movedim(2, 0))
         return back.movedim(0, 1).flatten(1, 2).transpose(1, 2).contiguous(), None
 
     def _exchange(self, parts: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ class Ulysses:
         width = (length + more) // self.degree
         mine = {"input_ids": pad(ids, (0, more)), "position_ids": positions, "labels": labels, "shift_labels": labels}
         place = slice(self.place * width, (self.place + 1) * width)
-        given: dict[str, Any] = {name: each[:, place].contiguous() for name, each in mine.items()}
-        return {**given, varlen.DOCUMENTS: documents.to(ids.device), "attention_mask": varlen.no_mask(ids.device)}
+        inputs: dict[str, Any] = {name: tensor[:, place].contiguous() for name, tensor in mine.items()}
+        return {**inputs, varlen.DOCUMENTS: documents.to(ids.device), "attention_mask": varlen.no_mask(ids.device)}
 
     def sum(self, number: Tensor) -> Tensor:
         """The sum over the slices of a row; a collective."""
@@ -137,9 +137,9 @@ def start(model: Any, grid: Grid) -> None:
     Models whose attention is over the same ranks share the name, and need not be kept apart.
     """
     rank = distributed.get_rank()
-    made = {tuple(ranks): distributed.new_group(ranks) for ranks in grid.groups("slice")}
-    (mine,) = (ranks for ranks in made if rank in ranks)
-    attention = Ulysses(grid.slices, mine.index(rank), made[mine])
+    groups = {tuple(ranks): distributed.new_group(ranks) for ranks in grid.groups("slice")}
+    (mine,) = (ranks for ranks in groups if rank in ranks)
+    attention = Ulysses(grid.slices, mine.index(rank), groups[mine])
     register(model, attention, f"ulysses-{'-'.join(map(str, mine))}")
 
 
@@ -154,6 +154,6 @@ def of(model: Any) -> Ulysses:
     """The attention of a model that was started."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
-    assert isinstance(found, Ulysses)
-    return found
+    attention = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    assert isinstance(attention, Ulysses)
+    return attention

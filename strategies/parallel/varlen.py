@@ -75,11 +75,11 @@ class Documents:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = True) -> Documents:
         """As a tensor's, so that whoever moves a batch moves this: with ``offsets`` on a GPU. Nothing waits for it."""
-        here = torch.empty(0, device=device)
-        if not here.is_cuda or (self.offsets is not None and self.offsets.device == here.device):
+        target = torch.empty(0, device=device)
+        if not target.is_cuda or (self.offsets is not None and self.offsets.device == target.device):
             return self
         ends = torch.tensor([0, *accumulate(chain.from_iterable(self.lengths))], dtype=torch.int32)
-        return replace(self, offsets=ends.pin_memory().to(here.device, non_blocking=True))
+        return replace(self, offsets=ends.pin_memory().to(target.device, non_blocking=True))
 
 
 def prepare(model: Any) -> None:
@@ -91,13 +91,13 @@ def prepare(model: Any) -> None:
 
 def _before_layers(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     positions = kwargs.get("position_ids")
-    given = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
-    if positions is None or positions.dim() != 2 or given is None:
+    tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+    if positions is None or positions.dim() != 2 or tokens is None:
         return None
     if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
         return None
-    known = kwargs.get(DOCUMENTS) or Documents.at(positions.expand(len(given), -1))
-    return args, {**kwargs, DOCUMENTS: known.to(given.device), "attention_mask": no_mask(given.device)}
+    documents = kwargs.get(DOCUMENTS) or Documents.at(positions.expand(len(tokens), -1))
+    return args, {**kwargs, DOCUMENTS: documents.to(tokens.device), "attention_mask": no_mask(tokens.device)}
 
 
 def no_mask(device: torch.device) -> Tensor:
@@ -125,9 +125,9 @@ def attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if other := [name for name in _OTHER if kwargs.get(name) is not None]:
+    if unsupported := [name for name in _OTHER if kwargs.get(name) is not None]:
         raise NotImplementedError(
-            f"attn_implementation: {NAME} cannot compute the {other[0]} of this model; write eager"
+            f"attn_implementation: {NAME} cannot compute the {unsupported[0]} of this model; write eager"
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -183,14 +183,14 @@ def attend(
     rounded = _autocast(query, key, value)
     if not dropout and not sink and _takes_any_length(*rounded):
         return _in_one_call(*rounded, documents, window, scaling)
-    found = []
+    attended = []
     for *row, lengths in zip(query.unbind(), key.unbind(), value.unbind(), documents.lengths, strict=True):
         # Slices one by one would each have a gradient of the whole row.
-        for one, keys, values in zip(*(each.split(lengths, dim=1) for each in row), strict=True):
-            each = causal(one[None], keys[None], values[None], window, scaling, dropout, sink)
-            found.append(each[0].transpose(0, 1))
-    whole: Tensor = torch.cat(found).unflatten(0, (len(query), -1))
-    return whole
+        for queries, keys, values in zip(*(tensor.split(lengths, dim=1) for tensor in row), strict=True):
+            output = causal(queries[None], keys[None], values[None], window, scaling, dropout, sink)
+            attended.append(output[0].transpose(0, 1))
+    joined: Tensor = torch.cat(attended).unflatten(0, (len(query), -1))
+    return joined
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,8 +222,8 @@ def _in_one_call(
     # A release without this argument does not compare the numbers of heads; the kernel is the same.
     says_so = "enable_gqa" in signature(kernel).parameters
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if says_so else {}
-    found = kernel(
-        *(each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)),
+    attended = kernel(
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
         offsets,
         offsets,
         longest,
@@ -232,8 +232,8 @@ def _in_one_call(
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    whole: Tensor = found.unflatten(0, (len(query), -1))
-    return whole
+    joined: Tensor = attended.unflatten(0, (len(query), -1))
+    return joined
 
 
 def causal(
@@ -252,8 +252,8 @@ def causal(
             query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=times > 1
         )
     if times > 1:
-        key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
-    found, step = [], max(window, BLOCK)
+        key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
+    attended, step = [], max(window, BLOCK)
     for start in range(0, length, step):
         seen = slice(max(0, start - window + 1), min(length, start + step))
         first = min(sink, seen.start)
@@ -266,7 +266,7 @@ def causal(
         values = value[:, :, seen]
         if first:
             keys, values = (torch.cat([whole[:, :, :first], part], 2) for whole, part in ((key, keys), (value, values)))
-        found.append(
+        attended.append(
             scaled_dot_product_attention(block, keys, values, attn_mask=shown, scale=scaling, dropout_p=dropout)
         )
-    return torch.cat(found, dim=2)
+    return torch.cat(attended, dim=2)

@@ -48,7 +48,7 @@ SUBLAYERS = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp
 
 def spans(rows: int, chunks: int) -> list[Span]:
     """``rows`` in even chunks; in fewer, if there are fewer rows."""
-    cuts = [rows * each // chunks for each in range(chunks + 1)]
+    cuts = [rows * number // chunks for number in range(chunks + 1)]
     return [(start, stop) for start, stop in pairwise(cuts) if start < stop]
 
 
@@ -91,8 +91,8 @@ class Part:
         self._waits = False
         if self._made is not None and self._sum is not None:
             self._sum.wait()
-            made = self._made if self._bias is None else self._made.add_(self._bias)
-            self.stream = made.add_(self.stream)
+            product = self._made if self._bias is None else self._made.add_(self._bias)
+            self.stream = product.add_(self.stream)
             self._made = self._sum = None
         if self.norm is not None:
             with torch.enable_grad():
@@ -100,11 +100,11 @@ class Part:
 
     def back(self, of_stream: Tensor, of_normed: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the stream, and those of the norm's parameters."""
-        for each in self.sums:
-            each.wait()
+        for reduction in self.sums:
+            reduction.wait()
         self.sums.clear()
-        found = torch.autograd.grad(self.normed, [self.stream, *self.params], _cat(of_normed))
-        return [of_stream + found[0], *found[1:]]
+        grads = torch.autograd.grad(self.normed, [self.stream, *self.params], _cat(of_normed))
+        return [of_stream + grads[0], *grads[1:]]
 
 
 @dataclass(slots=True)
@@ -117,19 +117,19 @@ class Seam:
     edges: dict[Span, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def pieces(self, span: Span) -> list[Span]:
-        return [each for each in self.edges if span[0] <= each[0] < span[1]]
+        return [piece for piece in self.edges if span[0] <= piece[0] < span[1]]
 
     def parts_of(self, span: Span) -> list[Part]:
         return [part for part in self.parts if part.span[0] < span[1] and span[0] < part.span[1]]
 
     def rows(self, span: Span, what: str) -> Tensor:
         """The ``stream`` or the ``normed`` rows, once they are there."""
-        found = []
+        rows = []
         for part in self.parts_of(span):
             part.wait()
             first = part.span[0]
-            found.append(getattr(part, what).detach()[max(span[0] - first, 0) : span[1] - first])
-        return _cat(found)
+            rows.append(getattr(part, what).detach()[max(span[0] - first, 0) : span[1] - first])
+        return _cat(rows)
 
     def add(
         self, part: Part, before: Mapping[Span, Tensor], made: Tensor | None, bias: Any, behind: Sequence[Span]
@@ -137,10 +137,10 @@ class Seam:
         """``before``: the stream's edges in front of the sub-layer; ``behind``: the chunks of the next one."""
         cuts = sorted({*part.span, *(start for start, _ in behind if part.span[0] < start < part.span[1])})
         pieces = list(pairwise(cuts))
-        found = _Meet.apply(part, pieces, list(before), made, bias, *before.values(), *part.params)
-        each = len(found) // len(pieces)
+        outputs = _Meet.apply(part, pieces, list(before), made, bias, *before.values(), *part.params)
+        per_piece = len(outputs) // len(pieces)
         for number, piece in enumerate(pieces):
-            self.edges[piece] = found[number * each : (number + 1) * each]
+            self.edges[piece] = outputs[number * per_piece : (number + 1) * per_piece]
         self.parts.append(part)
 
 
@@ -215,8 +215,8 @@ class _Columns(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, later: Tensor, weight: Tensor, bias: Any, held: list[Any]) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.held = held
-        found: Tensor = linear(inputs, weight, bias)
-        return found
+        output: Tensor = linear(inputs, weight, bias)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -257,8 +257,8 @@ class Layer:
         if self._later is None:
             return linear(inputs, self._layer.weight)
         later, held = self._later
-        found: Tensor = _Columns.apply(inputs, later, self._layer.weight.detach(), self._layer.bias, held)
-        return found
+        output: Tensor = _Columns.apply(inputs, later, self._layer.weight.detach(), self._layer.bias, held)
+        return output
 
 
 class Sublayer:
@@ -277,15 +277,15 @@ class Sublayer:
 
     def first(self, hidden: Tensor) -> Seam:
         """What is in front of the first sub-layer."""
-        found, parts = Seam(), spans(len(hidden), self.chunks)
+        seam, parts = Seam(), spans(len(hidden), self.chunks)
         for span, rows in zip(parts, hidden.split([stop - start for start, stop in parts]), strict=True):
             part = Part(span, rows, None, None, self.norm, self._group)
-            found.add(part, {span: rows}, None, None, [span])
-        return found
+            seam.add(part, {span: rows}, None, None, [span])
+        return seam
 
     def run(self, seam: Seam, rows: int, behind: Sublayer | None, given: Mapping[str, Any]) -> Seam:
-        found, norm = Seam(), None if behind is None else behind.norm
-        taken = [] if behind is None else spans(rows, behind.chunks)
+        next_seam, norm = Seam(), None if behind is None else behind.norm
+        spans_behind = [] if behind is None else spans(rows, behind.chunks)
         bias = next((layer.bias for layer in self._layers if layer.bias is not None), None)
         for span in spans(rows, self.chunks):
             pieces = seam.pieces(span)
@@ -293,15 +293,15 @@ class Sublayer:
                 layer.begin()
             try:
                 inputs = _Branch.apply(seam, span, self._group, *(seam.edges[piece][1] for piece in pieces))
-                own = {name: _own(name, value, span, rows) for name, value in given.items()}
-                made = self._module(inputs, **own)
+                arguments = {name: _own(name, value, span, rows) for name, value in given.items()}
+                output = self._module(inputs, **arguments)
             finally:
                 for layer in self._layers:
                     layer.end()
-            made = made[0] if isinstance(made, tuple) else made
-            part = Part(span, seam.rows(span, "stream"), made, bias, norm, self._group)
-            found.add(part, {piece: seam.edges[piece][0] for piece in pieces}, made, bias, taken)
-        return found
+            output = output[0] if isinstance(output, tuple) else output
+            part = Part(span, seam.rows(span, "stream"), output, bias, norm, self._group)
+            next_seam.add(part, {piece: seam.edges[piece][0] for piece in pieces}, output, bias, spans_behind)
+        return next_seam
 
 
 def _own(name: str, value: Any, span: Span, rows: int) -> Any:
@@ -311,7 +311,7 @@ def _own(name: str, value: Any, span: Span, rows: int) -> Any:
     if isinstance(value, Documents):
         return value.of_rows(*span)
     if isinstance(value, tuple):
-        return tuple(_own(name, each, span, rows) for each in value)
+        return tuple(_own(name, item, span, rows) for item in value)
     if not isinstance(value, Tensor) or (value.dim() and len(value) not in (1, rows)):
         raise RuntimeError(f"attention was given {name}, which is not per row; leave strategies.tensor.chunks out")
     return value[slice(*span)] if value.dim() and len(value) == rows else value
@@ -349,9 +349,9 @@ class Block:
 
 def agreed(chunks: int, group: Any) -> int:
     """The number of the first rank of ``group``: what is measured, and so what is chosen, may differ between them."""
-    found = [chunks]
-    torch.distributed.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]
+    chosen = [chunks]
+    torch.distributed.broadcast_object_list(chosen, group=group, group_src=0)
+    return chosen[0]
 
 
 def start(model: nn.Module, chunks: Sequence[int], group: Any) -> None:
@@ -360,11 +360,11 @@ def start(model: nn.Module, chunks: Sequence[int], group: Any) -> None:
     """
     blocks = list(find_blocks(model).values())
     many = iter(chunks)
-    found = [
+    sublayers = [
         Sublayer(block.get_submodule(norm), block.get_submodule(module), next(many), group)
         for block in blocks
         for norm, module in SUBLAYERS
     ]
     for number, block in enumerate(blocks):
-        attention, mlp, *rest = found[2 * number : 2 * number + 3]
-        block.forward = Block(block, attention, mlp, rest[0] if rest else None)  # type: ignore[assignment]
+        attention, mlp, *following = sublayers[2 * number : 2 * number + 3]
+        block.forward = Block(block, attention, mlp, following[0] if following else None)  # type: ignore[assignment]

@@ -51,23 +51,23 @@ class Int8:
         """Gradients become their means over the ranks, rounded twice."""
         ranks = self._group.size()
         owned = [self.state[f"{name}.owed as owner"] for name in names]
-        blocks = [each.shape[0] for each in owned]
+        blocks = [owed.shape[0] for owed in owned]
         mine = torch.cat([self._sent(name, grad) for name, grad in zip(names, gradients, strict=True)], 1)
         received = torch.empty_like(mine)
         dist.all_to_all_single(received, mine, group=self._group)
         mean = torch.zeros(sum(blocks), BLOCK, device=mine.device)
-        for part in received:  # one rank's after the other
-            mean += self._decoded(part)
+        for rows in received:  # one rank's after the other
+            mean += self._decoded(rows)
         mean.div_(ranks)
-        for part, grad in zip(mean.split(blocks), gradients, strict=True):  # beyond the end there is nothing
-            part.view(-1)[max(0, grad.numel() - self._group.rank() * part.numel()) :] = 0
+        for rows, grad in zip(mean.split(blocks), gradients, strict=True):  # beyond the end there is nothing
+            rows.view(-1)[max(0, grad.numel() - self._group.rank() * rows.numel()) :] = 0
         due = torch.cat(owned).add_(mean)
         coded = self._encoded(due * (mean != 0).any(-1, keepdim=True))
         torch._foreach_copy_(owned, due.sub_(self._decoded(coded)).split(blocks))
-        whole = torch.empty_like(mine).flatten(0, 1)
-        dist.all_gather_into_tensor(whole, coded, group=self._group)
-        for grad, part in zip(gradients, whole.view_as(mine).split(blocks, 1), strict=True):
-            grad.copy_(self._decoded(part).view(-1)[: grad.numel()].view_as(grad))
+        gathered = torch.empty_like(mine).flatten(0, 1)
+        dist.all_gather_into_tensor(gathered, coded, group=self._group)
+        for grad, rows in zip(gradients, gathered.view_as(mine).split(blocks, 1), strict=True):
+            grad.copy_(self._decoded(rows).view(-1)[: grad.numel()].view_as(grad))
 
     def _sent(self, name: str, grad: Tensor) -> Tensor:
         """A gradient, with what is owed, in bytes: (ranks, blocks of each, 4 + BLOCK)."""

@@ -41,14 +41,14 @@ class Codec:
         head, levels = coded[:, :size].contiguous().view(torch.float32), coded[:, size:]
         if self.bits == 4:
             levels = torch.stack([levels & 15, levels >> 4], -1)
-        found = levels.reshape(len(coded), -1, BLOCK).float()
+        numbers = levels.reshape(len(coded), -1, BLOCK).float()
         if not self.segmented:
-            return (found - _most(self.bits)) * head[..., None]
+            return (numbers - _most(self.bits)) * head[..., None]
         most, inner, half, centre, tail = _steps(head, self.bits)
-        beyond = found - half
+        beyond = numbers - half
         negative = beyond >= half // 2
         far = inner + (beyond - half // 2 * negative + 0.5) * tail
-        near = -inner + (found + 0.5) * centre
+        near = -inner + (numbers + 0.5) * centre
         return torch.where(beyond < 0, near, torch.where(negative, -far, far)) + 0 * most
 
 

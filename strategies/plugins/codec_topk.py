@@ -51,11 +51,11 @@ class TopK:
         ranks = self._group.size()
         sent = [self._chosen(name, grad) for name, grad in zip(names, gradients, strict=True)]
         counts = [index.numel() for index, _ in sent]
-        message = torch.cat([part for index, value in sent for part in (index.int(), value.view(torch.int32))])
+        message = torch.cat([tensor for index, value in sent for tensor in (index.int(), value.view(torch.int32))])
         received = message.new_empty(ranks * message.numel())
         dist.all_gather_into_tensor(received, message, group=self._group)
         sizes = [count for count in counts for _ in range(2)]
-        by_rank = [each.split(sizes) for each in received.view(ranks, -1)]
+        by_rank = [message_of_rank.split(sizes) for message_of_rank in received.view(ranks, -1)]
         for number, grad in enumerate(gradients):
             total = torch.zeros(grad.numel(), device=grad.device)
             for parts in by_rank:

@@ -61,10 +61,10 @@ def codec_of(how: Compression, trained: Iterable[tuple[str, Tensor]], group: Any
 
 def average(tensors: Sequence[Tensor], sent: torch.dtype, group: Any) -> None:
     """``tensors`` become their means over ranks, added in the dtype in which they are sent."""
-    flat = torch.cat([each.flatten() for each in tensors]).to(sent)
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).to(sent)
     dist.all_reduce(flat.div_(group.size()), group=group)
-    for each, part in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
-        each.copy_(part.view_as(each))
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 class _Bucket:
@@ -177,9 +177,9 @@ class Compressed:
         return flat
 
     def _refuse_other(self, bucket: int, names: Sequence[str]) -> None:
-        if (before := self._buckets.setdefault(bucket, list(names))) != list(names):
-            what = f"{len(names)} gradients from {names[0]} on, and has had {len(before)} from {before[0]} on"
-            raise RuntimeError(f"bucket {bucket} has {what}: what is owed does not fit")
+        if (former := self._buckets.setdefault(bucket, list(names))) != list(names):
+            mismatch = f"{len(names)} gradients from {names[0]} on, and has had {len(former)} from {former[0]} on"
+            raise RuntimeError(f"bucket {bucket} has {mismatch}: what is owed does not fit")
 
     # --- what is owed, in checkpoints ---------------------------------------------------------------------------------
 
@@ -189,8 +189,8 @@ class Compressed:
             return
         numbers: dict[str, Any] = {"steps": self._steps, "buckets": self._buckets}
         if isinstance(self._codec, PowerSGDState):
-            kind, keys, *rest = self._codec.rng.get_state()
-            numbers |= {"steps": self._codec.iter, "random": [kind, np.asarray(keys).tolist(), *rest]}
+            kind, keys, *position = self._codec.rng.get_state()
+            numbers |= {"steps": self._codec.iter, "random": [kind, np.asarray(keys).tolist(), *position]}
         about = {"of": self.compression.words, "numbers": json.dumps(numbers)}
         parts = [(*name.rpartition("."), tensor) for name, tensor in self._state()]
         spans = [Span(name, kind, tuple(tensor.shape), 0, tensor) for name, _, kind, tensor in parts]
@@ -227,14 +227,14 @@ class Compressed:
         steps, buckets = int(numbers["steps"]), {int(key): list(names) for key, names in numbers["buckets"].items()}
         codec = self._codec
         if isinstance(codec, PowerSGDState):
-            kind, keys, *rest = numbers["random"]
-            codec.rng.set_state((kind, np.array(keys, np.uint32), *rest))
+            kind, keys, *position = numbers["random"]
+            codec.rng.set_state((kind, np.array(keys, np.uint32), *position))
             for name, tensor in found.items():
-                what, _, index = name.partition(".")
-                getattr(codec, BY_BUCKET[what])[int(index)] = tensor.to(self._device)
+                label, _, index = name.partition(".")
+                getattr(codec, BY_BUCKET[label])[int(index)] = tensor.to(self._device)
             codec.iter = steps
         else:
-            if {name: each.shape for name, each in found.items()} != {n: each.shape for n, each in codec.state.items()}:
+            if {name: owed.shape for name, owed in found.items()} != {n: owed.shape for n, owed in codec.state.items()}:
                 raise ValueError
             for name, tensor in found.items():
                 codec.state[name].copy_(tensor)
@@ -245,9 +245,9 @@ class Compressed:
         if not isinstance(self._codec, PowerSGDState):
             yield from self._codec.state.items()
             return
-        for what, name in BY_BUCKET.items():
+        for label, name in BY_BUCKET.items():
             for index, tensor in getattr(self._codec, name).items():
-                yield f"{what}.{index}", tensor
+                yield f"{label}.{index}", tensor
 
 
 def _keys(names: Iterable[str]) -> list[str]:
@@ -277,8 +277,8 @@ class _Read(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._path, "pt") as file:
-            found: Tensor = file.get_tensor(name)
-            return found
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

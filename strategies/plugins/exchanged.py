@@ -80,17 +80,17 @@ class Exchange:
     def summed(self, partial: Tensor) -> Tensor:
         """The sum over the ranks; a collective."""
         if self.codec is None:
-            found = partial.contiguous().clone()
-            dist.all_reduce(found, group=self.group)
-            return found
+            reduced = partial.contiguous().clone()
+            dist.all_reduce(reduced, group=self.group)
+            return reduced
         ranks = self.group.size()
         flat = pad(partial.flatten().float(), (0, -partial.numel() % (ranks * BLOCK)))
         mine = self.codec.encoded(flat.view(ranks, -1, BLOCK))
         received = torch.empty_like(mine)
         dist.all_to_all_single(received, mine, group=self.group)
         total = torch.zeros_like(flat[: len(flat) // ranks]).view(1, -1, BLOCK)
-        for part in received:  # one rank's after the other
-            total += self.codec.decoded(part[None])
+        for coded in received:  # one rank's after the other
+            total += self.codec.decoded(coded[None])
         every = torch.empty_like(mine)
         dist.all_gather_into_tensor(every, self.codec.encoded(total), group=self.group)
         return self.codec.decoded(every).flatten()[: partial.numel()].view_as(partial).to(partial.dtype)
@@ -174,8 +174,8 @@ class Layer:
             return self.forward(inputs)
         if self._cut is Cut.COLUMNS:
             return linear(inputs, layer.weight, layer.bias)
-        found: Tensor = _Sum.apply(linear(inputs, layer.weight), self._sublayer, call)
-        return found if layer.bias is None else found + layer.bias
+        output: Tensor = _Sum.apply(linear(inputs, layer.weight), self._sublayer, call)
+        return output if layer.bias is None else output + layer.bias
 
 
 def start(model: nn.Module, exchange: Exchange) -> None:

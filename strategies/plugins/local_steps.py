@@ -55,11 +55,11 @@ class _Plain:
 
     def state(self, name: str) -> dict[str, Tensor]:
         inner = self._optimizer.state[self._params[name]]
-        return {key: each for key, each in inner.items() if isinstance(each, Tensor)}
+        return {key: value for key, value in inner.items() if isinstance(value, Tensor)}
 
     def write_state(self, name: str, found: Mapping[str, Tensor]) -> None:
-        for key, each in self.state(name).items():
-            each.copy_(found[key])
+        for key, tensor in self.state(name).items():
+            tensor.copy_(found[key])
 
 
 class _Stowed(_Plain):
@@ -79,8 +79,8 @@ class _Stowed(_Plain):
         self._optimizer.access.set_state(self._params[name], {MASTER: value})
 
     def state(self, name: str) -> dict[str, Tensor]:
-        found = self._optimizer.access.state_of(self._params[name])
-        return {key: each for key, each in found.items() if key != MASTER}
+        state = self._optimizer.access.state_of(self._params[name])
+        return {key: value for key, value in state.items() if key != MASTER}
 
     def write_state(self, name: str, found: Mapping[str, Tensor]) -> None:
         self._optimizer.access.set_state(self._params[name], found)
@@ -88,13 +88,13 @@ class _Stowed(_Plain):
 
 def _batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours that are exchanged together: as torch's buckets, a message has about ``MESSAGE_BYTES``."""
-    some: list[Tensor] = []
+    batch: list[Tensor] = []
     for param in params:
-        some.append(param)
-        if sum(each.numel() for each in some) * 4 >= MESSAGE_BYTES:
-            yield some
-            some = []
-    yield from [some] if some else []
+        batch.append(param)
+        if sum(tensor.numel() for tensor in batch) * 4 >= MESSAGE_BYTES:
+            yield batch
+            batch = []
+    yield from [batch] if batch else []
 
 
 class LocalSteps(Compressed):
@@ -129,11 +129,11 @@ class LocalSteps(Compressed):
             return
         self._inner.settle()
         names = {id(outer): name for name, outer in self._outer.items()}
-        for some in _batches(self._outer.values()):
-            own = {names[id(outer)]: self._inner.weight(names[id(outer)]) for outer in some}
-            differences = [self._outer[name].to(weight.device) - weight for name, weight in own.items()]
-            self._average([*own], differences)
-            for name, difference in zip(own, differences, strict=True):
+        for batch in _batches(self._outer.values()):
+            weights = {names[id(outer)]: self._inner.weight(names[id(outer)]) for outer in batch}
+            differences = [self._outer[name].to(weight.device) - weight for name, weight in weights.items()]
+            self._average([*weights], differences)
+            for name, difference in zip(weights, differences, strict=True):
                 rate = self.compression.outer_lr
                 keeps = self.compression.outer_momentum
                 gradient = difference.cpu()
@@ -165,9 +165,9 @@ class LocalSteps(Compressed):
             return
         self._inner.settle()
         for name, outer in self._outer.items():
-            kept = self._inner.weight(name).to("cpu", copy=True)
+            inner_weight = self._inner.weight(name).to("cpu", copy=True)
             self._inner.write(name, outer)
-            outer.copy_(kept)
+            outer.copy_(inner_weight)
 
     @torch.no_grad()
     def finish(self) -> str:
@@ -181,17 +181,17 @@ class LocalSteps(Compressed):
         self._inner.settle()
         for name in self._inner:
             yield from ((f"{name}.momentum", self._momenta[name]), (f"{name}.weight", self._inner.weight(name)))
-            yield from ((f"{name}.inner.{key}", each) for key, each in self._inner.state(name).items())
+            yield from ((f"{name}.inner.{key}", value) for key, value in self._inner.state(name).items())
 
     def _fill(self, found: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
         """Weights and the inner state wait for ``resumed``."""
-        kept = {f"{name}.momentum": each for name, each in self._momenta.items()}
-        kept |= self._codec.state if self._codec is not None else {}
+        targets = {f"{name}.momentum": tensor for name, tensor in self._momenta.items()}
+        targets |= self._codec.state if self._codec is not None else {}
         weights = {f"{name}.weight": outer for name, outer in self._outer.items()}
-        if any(found[name].shape != each.shape for name, each in (kept | weights).items()):
+        if any(found[name].shape != tensor.shape for name, tensor in (targets | weights).items()):
             raise ValueError
-        for name, each in kept.items():
-            each.copy_(found[name])
+        for name, tensor in targets.items():
+            tensor.copy_(found[name])
         self._found, self._steps = found, int(numbers["steps"])
 
     @torch.no_grad()

@@ -45,6 +45,6 @@ def average_gradients(exchange: TwoLevel, parameters: Iterable[nn.Parameter]) ->
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-    for part in messages([param.grad for param in params if param.grad is not None]):
-        flat = averages(exchange, _flatten_dense_tensors(part))
-        torch._foreach_copy_(part, list(_unflatten_dense_tensors(flat, part)))
+    for message in messages([param.grad for param in params if param.grad is not None]):
+        flat = averages(exchange, _flatten_dense_tensors(message))
+        torch._foreach_copy_(message, list(_unflatten_dense_tensors(flat, message)))

@@ -126,8 +126,8 @@ def inside(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    found = (Path(where, name) for where, inner, files in os.walk(folder, onerror=refuse) for name in (*inner, *files))
-    return sorted(found)
+    paths = (Path(where, name) for where, inner, files in os.walk(folder, onerror=refuse) for name in (*inner, *files))
+    return sorted(paths)
 
 
 def sync(path: Path) -> None:
@@ -148,13 +148,13 @@ def same_modes(folder: Path) -> None:
     """
     probe = folder / f".mode-{secrets.token_hex(4)}"
     probe.touch()
-    wanted = stat.S_IMODE(probe.stat().st_mode)
+    mode = stat.S_IMODE(probe.stat().st_mode)
     probe.unlink()
     for path in inside(folder):
         if path.is_file() and not path.is_symlink():
             has = stat.S_IMODE(path.stat().st_mode)
-            if has | wanted != has:
-                path.chmod(has | wanted)
+            if has | mode != has:
+                path.chmod(has | mode)
 
 
 @contextmanager

@@ -113,25 +113,25 @@ class Weights:
 
     def find(self, name: str) -> tuple[Store, str, str] | None:
         """Where the exact weight is: what holds it, its name there, and its kind."""
-        for other in (name, *self._aliases.get(name, ())):
+        for candidate in (name, *self._aliases.get(name, ())):
             for store, kind in ((self._saved, MASTER), (self._saved, WEIGHT), (self._files, WEIGHT)):
-                if store is not None and (other, kind) in store:
-                    return store, other, kind
+                if store is not None and (candidate, kind) in store:
+                    return store, candidate, kind
         return None
 
     def faults(self, name: str, shape: Sequence[int]) -> Iterator[str]:
-        found = self.find(name)
-        if found is None:
+        place = self.find(name)
+        if place is None:
             yield f"{name}: its weight is in no file"
         else:
-            yield from found[0].faults(found[1], found[2], shape)
+            yield from place[0].faults(place[1], place[2], shape)
 
     def read(self, name: str, start: int, into: Tensor, columns: Columns | None = None) -> None:
         """Fill ``into`` with the elements from ``start`` on, of ``columns`` alone if given, rounded to its dtype."""
-        found = self.find(name)
-        if found is None:
+        place = self.find(name)
+        if place is None:
             raise SpanError(f"{name}: its weight is in no file")
-        found[0].read(found[1], found[2], start, into, columns=columns, rounding=True)
+        place[0].read(place[1], place[2], start, into, columns=columns, rounding=True)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -140,21 +140,21 @@ class Weights:
 def write_part(folder: Path, holder: Holder, more: Iterable[Span], *, rank: int, ranks: int, hashed: bool) -> None:
     """Write what this rank holds, and ``more``, into ``folder``, which exists."""
     described: dict[str, Described] = {}
-    held: list[Span] = []
-    for name, each, some in holder.entries():
-        described[name] = each
-        held += some
+    all_spans: list[Span] = []
+    for name, parameter, own_spans in holder.entries():
+        described[name] = parameter
+        all_spans += own_spans
     for span in more:
-        held.append(span)
-        known = described.get(span.name, Described(span.shape, _name_of(span.tensor), {}, {}))
-        tensors = {**known.tensors, span.kind: span.shape}
-        described[span.name] = Described(known.shape, known.dtype, known.numbers, tensors)
+        all_spans.append(span)
+        former = described.get(span.name, Described(span.shape, _name_of(span.tensor), {}, {}))
+        tensors = {**former.tensors, span.kind: span.shape}
+        described[span.name] = Described(former.shape, former.dtype, former.numbers, tensors)
     files: dict[str, Any] = {}
-    for number, part in enumerate(spans.parts(held), start=1):
+    for number, group in enumerate(spans.parts(all_spans), start=1):
         name = f"optimizer-{rank:05}-of-{ranks:05}-{number:03}.safetensors"
-        size, digest = spans.write(folder / name, part, hashed=hashed)
+        size, digest = spans.write(folder / name, group, hashed=hashed)
         files[name] = {"bytes": size, "sha256": digest}
-    parameters = {name: asdict(each) for name, each in described.items()}
+    parameters = {name: asdict(parameter) for name, parameter in described.items()}
     content = {"version": VERSION, "parameters": parameters, "files": files}
     (folder / _record_of(rank, ranks)).write_text(signed(content))
 
@@ -177,20 +177,20 @@ def _name_of(tensor: Tensor) -> str:
 
 def _merged(records: Sequence[_Record]) -> dict[str, Described]:
     merged: dict[str, Described] = {}
-    for name, each in ((name, each) for record in records for name, each in record.parameters.items()):
-        known = merged.setdefault(name, each)
-        held = [one for one in (known, each) if set(one.tensors) != {WEIGHT}]  # a rank may have written that alone
-        if (known.shape, known.dtype) != (each.shape, each.dtype) or len({str(one.numbers) for one in held}) > 1:
-            raise SpanError(f"{name}: ranks disagree about it: {known} and {each}")
+    for name, second in ((name, second) for record in records for name, second in record.parameters.items()):
+        first = merged.setdefault(name, second)
+        held = [side for side in (first, second) if set(side.tensors) != {WEIGHT}]  # a rank may have written that alone
+        if (first.shape, first.dtype) != (second.shape, second.dtype) or len({str(side.numbers) for side in held}) > 1:
+            raise SpanError(f"{name}: ranks disagree about it: {first} and {second}")
         numbers = held[0].numbers if held else {}
-        merged[name] = Described(each.shape, each.dtype, numbers, {**known.tensors, **each.tensors})
+        merged[name] = Described(second.shape, second.dtype, numbers, {**first.tensors, **second.tensors})
     return merged
 
 
 def _faults(parameters: Mapping[str, Described], store: Store) -> Iterator[str]:
     """What the files lack or have too much of, one line each."""
-    for name, each in parameters.items():
-        for kind, shape in each.tensors.items():
+    for name, parameter in parameters.items():
+        for kind, shape in parameter.tensors.items():
             yield from store.faults(name, kind, shape)
     for name, kind in store:
         if name not in parameters or kind not in parameters[name].tensors:
@@ -248,13 +248,13 @@ def _signed(path: Path, kind: type[M]) -> M:
 
 def _damaged(folder: Path, files: Mapping[str, File], *, hashes: bool) -> Iterator[str]:
     """Why files that a rank has listed cannot be read, one line each."""
-    for name, known in files.items():
+    for name, file in files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             yield f"{path}: missing; {AGAIN}"
-        elif path.stat().st_size != known.bytes:
-            yield f"{path}: {path.stat().st_size} bytes, {known.bytes} were written; {AGAIN}"
-        elif hashes and known.sha256 is not None and size_and_hash(path)[1] != known.sha256:
+        elif path.stat().st_size != file.bytes:
+            yield f"{path}: {path.stat().st_size} bytes, {file.bytes} were written; {AGAIN}"
+        elif hashes and file.sha256 is not None and size_and_hash(path)[1] != file.sha256:
             yield f"{path}: damaged, its hash is another; {AGAIN}"
 
 

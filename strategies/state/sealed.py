@@ -67,8 +67,8 @@ def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> None:
         if path.is_dir():
             sync(path)
     files = {_name(folder, path): File(bytes=sizes[path][0], sha256=sizes[path][1]) for path in sorted(paths)}
-    made = Sealed(kind=kind, about=dict(about), files=files)
-    replace_file(folder / MANIFEST, signed(made.model_dump()))  # syncs the folder as well
+    sealed = Sealed(kind=kind, about=dict(about), files=files)
+    replace_file(folder / MANIFEST, signed(sealed.model_dump()))  # syncs the folder as well
 
 
 def read(folder: Path, kind: str) -> Sealed:
@@ -96,18 +96,18 @@ def damage(folder: Path, sealed: Sealed) -> list[str]:
         return lines
     expected = {name: folder / name for name in sealed.files}
     try:
-        there = {_name(folder, path) for path in _files(folder)} - {MANIFEST}
+        present = {_name(folder, path) for path in _files(folder)} - {MANIFEST}
     except OSError as error:
         return [str(error)]
-    lines += [f"{name}: not in the manifest" for name in sorted(there - expected.keys())]
+    lines += [f"{name}: not in the manifest" for name in sorted(present - expected.keys())]
     with _threads() as pool:
-        found = dict(zip(expected, pool.map(_found, expected.values()), strict=True))
+        findings = dict(zip(expected, pool.map(_found, expected.values()), strict=True))
     for name, file in sealed.files.items():
-        if isinstance(it := found[name], str):
-            lines.append(f"{name}: {it}")
-        elif it[0] != file.bytes:
-            lines.append(f"{name}: {it[0]} bytes, {file.bytes} were written")
-        elif it[1] != file.sha256:
+        if isinstance(finding := findings[name], str):
+            lines.append(f"{name}: {finding}")
+        elif finding[0] != file.bytes:
+            lines.append(f"{name}: {finding[0]} bytes, {file.bytes} were written")
+        elif finding[1] != file.sha256:
             lines.append(f"{name}: damaged, its hash is another")
     return lines
 
@@ -179,15 +179,15 @@ def read_signed(path: Path, kind: type[M]) -> M:
     """
     try:
         with opened(path) as file:
-            found = json.loads(file.read())
+            document = json.loads(file.read())
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError):
         raise Damaged("cannot be read") from None
     try:
-        if found["sha256"] != digest_of(found["content"]):
+        if document["sha256"] != digest_of(document["content"]):
             raise Damaged("is damaged, its hash is another")
-        return kind.model_validate(found["content"])
+        return kind.model_validate(document["content"])
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "literal_error":

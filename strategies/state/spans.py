@@ -78,16 +78,16 @@ class Span:
 
 def parts(spans: Iterable[Span]) -> Iterator[list[Span]]:
     """Group spans by file, up to ``FILE_BYTES`` or one span."""
-    part: list[Span] = []
+    group: list[Span] = []
     num_bytes = 0
     for span in spans:
-        if part and num_bytes + span.tensor.nbytes > FILE_BYTES:
-            yield part
-            part, num_bytes = [], 0
-        part.append(span)
+        if group and num_bytes + span.tensor.nbytes > FILE_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append(span)
         num_bytes += span.tensor.nbytes
-    if part:
-        yield part
+    if group:
+        yield group
 
 
 def write(
@@ -160,14 +160,14 @@ class Store:
         """Read the headers of ``paths``. With ``kind``, keys are names of whole tensors of that kind. Raise SpanError
         if a file is missing or malformed.
         """
-        found: dict[tuple[str, str], list[Stored]] = {}
+        stored: dict[tuple[str, str], list[Stored]] = {}
         for path in paths:
             for key, dtype, shape, offset in read_header(path):
-                name, what, start, columns = (key, kind, None, None) if kind is not None else _parsed(path, key)
+                name, span_kind, start, columns = (key, kind, None, None) if kind is not None else _parsed(path, key)
                 stop = (start or 0) + math.prod(shape)
                 span = Stored(path, start or 0, stop, dtype, offset, shape if start is None else None, columns)
-                found.setdefault((name, what), []).append(span)
-        return cls(found)
+                stored.setdefault((name, span_kind), []).append(span)
+        return cls(stored)
 
     def __contains__(self, key: tuple[str, str]) -> bool:
         return key in self._stored
@@ -183,36 +183,36 @@ class Store:
 
     def faults(self, name: str, kind: str, shape: Sequence[int]) -> Iterator[str]:
         """Why a tensor of ``shape`` cannot be put together, one line each."""
-        what = f"{name}.{kind}"
+        label = f"{name}.{kind}"
         spans = self._stored.get((name, kind), ())
         numel = math.prod(shape)
         of = shape[-1] if shape and any(span.columns for span in spans) else max(1, numel)
         if not spans:
-            yield f"{what} is in no file"
+            yield f"{label} is in no file"
             return
         for span in spans:
             if span.shape is not None and span.shape != tuple(shape):
-                yield f"{span.path}: {what} has shape {list(span.shape)}, not {list(shape)}"
+                yield f"{span.path}: {label} has shape {list(span.shape)}, not {list(shape)}"
                 return
             if span.columns is not None and span.columns.of != of:
-                yield f"{span.path}: {what} was saved as a matrix of other columns than {of}"
+                yield f"{span.path}: {label} was saved as a matrix of other columns than {of}"
                 return
             if span.dtype is not spans[0].dtype:
-                yield f"{span.path}: {what} is {span.dtype} here and {spans[0].dtype} in {spans[0].path}"
+                yield f"{span.path}: {label} is {span.dtype} here and {spans[0].dtype} in {spans[0].path}"
         blocks = [(block, span.path) for span in spans for block in span.rectangles(of)]
         blocks.sort(key=lambda it: (it[0].top, it[0].left))
         for place, (block, path) in enumerate(blocks):
             last = (block.bottom - 1) * of + block.right
             if last > numel:
-                yield f"{path}: {what} goes on to element {last}, and it has {numel}"
+                yield f"{path}: {label} goes on to element {last}, and it has {numel}"
             for other, second in blocks[place + 1 :]:
                 if (other.top, other.left) >= (block.bottom - 1, block.right):
                     break
-                if (both := block.common(other)) is not None:
-                    twice = f"{both.top * of + both.left} to {(both.bottom - 1) * of + both.right}"
-                    yield f"{what}: elements {twice} are in {path} and in {second}"
+                if (common := block.common(other)) is not None:
+                    twice = f"{common.top * of + common.left} to {(common.bottom - 1) * of + common.right}"
+                    yield f"{label}: elements {twice} are in {path} and in {second}"
         if (missing := numel - sum(block.area for block, _ in blocks)) > 0:
-            yield f"{what}: {missing} of {numel} elements are in no file"
+            yield f"{label}: {missing} of {numel} elements are in no file"
 
     @torch.no_grad()
     def read(
@@ -222,7 +222,7 @@ class Store:
         ``start`` then counts. Raise SpanError if one is in no span, if a file ends early, or if the dtype of ``into``
         cannot hold every value, unless ``rounding`` is allowed.
         """
-        whole = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype, device=into.device)
+        buffer = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype, device=into.device)
         spans, missing = self._stored.get((name, kind), ()), into.numel()
         for span in spans:
             if not rounding and torch.promote_types(span.dtype, into.dtype) is not into.dtype:
@@ -230,18 +230,18 @@ class Store:
         cut = columns or next((span.columns for span in spans if span.columns), None)
         # Without columns, the tensor is a matrix of one row; how long it is on disk does not matter here.
         of = cut.of if cut else max([start + missing, *(span.stop for span in spans)])
-        wanted = list(rectangles(columns or Columns(0, of, of), start, missing))
+        requested = list(rectangles(columns or Columns(0, of, of), start, missing))
         for span in spans:
             for have in span.rectangles(of):
-                for want in wanted:
+                for want in requested:
                     source, target = have.common(want), want.common(have)
                     if source is not None and target is not None:
-                        _read_block(span, source, whole.view(-1), target)
+                        _read_block(span, source, buffer.view(-1), target)
                         missing -= source.area
         if missing:
             raise SpanError(f"{name}.{kind}: {missing} elements are in no file")
-        if whole is not into:
-            into.copy_(whole)
+        if buffer is not into:
+            into.copy_(buffer)
 
 
 def read_header(path: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int]]:

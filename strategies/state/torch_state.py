@@ -91,8 +91,8 @@ class TorchState:
             for piece in mine:
                 shapes = {kind: tuple(it.shape) if held.is_parameter else piece.shape for kind, it in tensors.items()}
                 parts = ((kind, held.part(tensor, piece)) for kind, tensor in tensors.items())
-                some = [span for kind, part in parts for span in spans_of(kind, shapes[kind], piece, part)]
-                yield piece.name, Described(piece.shape, held.dtype, numbers, shapes), some
+                piece_spans = [span for kind, part in parts for span in spans_of(kind, shapes[kind], piece, part)]
+                yield piece.name, Described(piece.shape, held.dtype, numbers, shapes), piece_spans
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
         for held in self._weights:
@@ -130,11 +130,11 @@ class TorchState:
 
     def fill(self, saved: Saved) -> None:
         for held in self._held:
-            known = saved.parameters[held.pieces[0].name]
+            described = saved.parameters[held.pieces[0].name]
             state: dict[str, Any] = {}
-            for key, number in known.numbers.items():
+            for key, number in described.numbers.items():
                 state[key] = self._number(held.tensor, number)
-            for kind, shape in known.tensors.items():
+            for kind, shape in described.tensors.items():
                 if kind not in (MASTER, WEIGHT):
                     state[kind] = self._filled(saved, held, kind, shape)
             if state:
@@ -149,26 +149,26 @@ class TorchState:
         if isinstance(number, int) or not self._is_torchs:
             return int(number)
         group = self._optimizer.defaults
-        there = tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        return torch.tensor(number, dtype=torch.get_default_dtype(), device=there)
+        device = tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        return torch.tensor(number, dtype=torch.get_default_dtype(), device=device)
 
     def _filled(self, saved: Saved, held: Held, kind: str, shape: tuple[int, ...]) -> Tensor:
         first = held.pieces[0].name
         dtype = held.tensor.dtype if self._is_torchs else saved.store.dtype(first, kind)
         if held.is_parameter and shape != tuple(held.tensor.shape):
-            made = torch.empty(shape, dtype=dtype, device=held.tensor.device)
+            filled = torch.empty(shape, dtype=dtype, device=held.tensor.device)
         else:
-            made = torch.zeros_like(held.tensor, dtype=dtype, memory_format=torch.preserve_format).detach()
+            filled = torch.zeros_like(held.tensor, dtype=dtype, memory_format=torch.preserve_format).detach()
         for piece in held.pieces:
-            saved.store.read(piece.name, kind, piece.start, held.part(made, piece), columns=piece.columns)
-        return made
+            saved.store.read(piece.name, kind, piece.start, held.part(filled, piece), columns=piece.columns)
+        return filled
 
     def fill_weights(self, weights: Weights) -> None:
         copies = [held for held in self._held if held.copied]
-        for each in (*self._weights, *copies):
-            for piece in each.pieces:
-                if each.copied or weights.find(piece.name) is not None:
-                    weights.read(piece.name, piece.start, each.part(each.tensor.detach(), piece), piece.columns)
+        for held in (*self._weights, *copies):
+            for piece in held.pieces:
+                if held.copied or weights.find(piece.name) is not None:
+                    weights.read(piece.name, piece.start, held.part(held.tensor.detach(), piece), piece.columns)
 
 
 def spans_of(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> Iterator[Span]:
@@ -178,8 +178,8 @@ def spans_of(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> 
         return
     flat = tensor.detach().reshape(-1)
     for start, count in ranges(what.columns, what.start, flat.numel()):
-        part = flat[start - what.start : start - what.start + count]
-        yield Span(what.name, kind, shape, start, part, what.columns)
+        rows = flat[start - what.start : start - what.start + count]
+        yield Span(what.name, kind, shape, start, rows, what.columns)
 
 
 def _unlike(saved: Saved, held: Held, first: str, name: str) -> Iterator[str]:
@@ -214,5 +214,5 @@ def plain_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, writes: b
     groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     weights = {name: whole(param, name, written=writes) for name, param in model.named_parameters()}
     held = [weights[name] for group in groups for name in group]
-    shapes = {piece.name: piece.shape for each in held for piece in each.pieces}
+    shapes = {piece.name: piece.shape for holding in held for piece in holding.pieces}
     return TorchState(optimizer, held, groups, shapes, list(weights.values()))

@@ -103,8 +103,8 @@ class BucketState:
         self.moments, self.scales = moments_of(spec, layout, arena)
         blocks = map(FORMATS[layout.moments_as].blocks, spec.sizes)
         self.first_blocks = tuple(accumulate(blocks, initial=0))  # of each parameter, in ``scales``
-        own = self.master  # in fp32; else the masters are there, too
-        self._on_disk = on_disk if own is None else [each.of_masters(own) for each in on_disk]
+        master = self.master  # in fp32; else the masters are there, too
+        self._on_disk = on_disk if master is None else [stretch.of_masters(master) for stretch in on_disk]
         steps = arena.of(spec.name, Item.STEPS, torch.float32)
         self.steps = None if steps is None else steps[: len(params)]
         self.visit = flat(Item.VISIT, torch.float32, layout.moments + spec.mixed)
@@ -197,17 +197,17 @@ class BucketState:
         """The masters of ``pieces``, which may be cut, to be used, or with ``writes`` changed, before the next one."""
         pieces = list(pieces)
         for stretch in self.stretches():
-            parts = [part for piece in pieces for part in piece.within(stretch)]
-            if parts and stretch.master is not None:
+            fragments = [fragment for piece in pieces for fragment in piece.within(stretch)]
+            if fragments and stretch.master is not None:
                 with stretch.at_hand(writes=writes):
-                    for part in parts:
-                        yield part, stretch.master[part.at - stretch.start :][: part.size]
+                    for fragment in fragments:
+                        yield fragment, stretch.master[fragment.at - stretch.start :][: fragment.size]
 
     def rounded(self, piece: Piece) -> Tensor:
-        found = torch.empty(piece.size, dtype=self.weight.dtype)
-        for part, master in self.masters([piece]):
-            found[part.at - piece.at :][: part.size].copy_(master)
-        return found
+        weight = torch.empty(piece.size, dtype=self.weight.dtype)
+        for fragment, master in self.masters([piece]):
+            weight[fragment.at - piece.at :][: fragment.size].copy_(master)
+        return weight
 
     def round_masters(self, target: Tensor) -> None:
         """Round the masters of this rank's span to compute weights, leaving out the padding."""
@@ -218,10 +218,10 @@ class BucketState:
     def round_stretch(self, target: Tensor, stretch: Stretch) -> None:
         """Round the masters of ``stretch``, which is at hand."""
         assert stretch.master is not None
-        parts = [part for piece in self.pieces for part in piece.within(stretch)]
-        sources = [stretch.master[part.at - stretch.start :][: part.size] for part in parts]
-        if parts:
-            torch._foreach_copy_([target[part.at :][: part.size] for part in parts], sources)
+        fragments = [fragment for piece in self.pieces for fragment in piece.within(stretch)]
+        sources = [stretch.master[fragment.at - stretch.start :][: fragment.size] for fragment in fragments]
+        if fragments:
+            torch._foreach_copy_([target[fragment.at :][: fragment.size] for fragment in fragments], sources)
 
     def weight_of(self, index: int) -> Tensor:
         """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
@@ -270,8 +270,8 @@ class BucketState:
         are updated: the system puts a page beside the core that touches it first.
         """
         for flat in self.moments if self.spec.site is not Site.DEVICE else []:
-            for part in flat.split(HOST_CHUNK):
-                part.zero_()
+            for chunk in flat.split(HOST_CHUNK):
+                chunk.zero_()
 
     def put_codes(self, index: int, value: Tensor) -> None:
         """Encode a whole parameter, if it rests so."""
@@ -289,8 +289,8 @@ class BucketState:
 
     def fill_masters(self, values: Mapping[int, Tensor]) -> None:
         """Copy flat whole parameters, given by their indices, into the masters, if there are any."""
-        for part, master in self.masters(self.pieces_in(values), writes=True):
-            master.copy_(values[part.index][part.start : part.stop])
+        for fragment, master in self.masters(self.pieces_in(values), writes=True):
+            master.copy_(values[fragment.index][fragment.start : fragment.stop])
 
     def read_exact(self, value: Tensor, index: int) -> None:
         """Copy this rank's part of a parameter into ``value``, the whole of it, flat: of its master, if it has one."""
@@ -300,8 +300,8 @@ class BucketState:
         for piece in self.pieces_in([index] if self.codes is None else ()):
             if self.stretches()[0].master is None:
                 value[piece.start : piece.stop].copy_(span[piece.at : piece.at + piece.size])
-            for part, master in self.masters([piece]):
-                value[part.start : part.stop].copy_(master)
+            for fragment, master in self.masters([piece]):
+                value[fragment.start : fragment.stop].copy_(master)
 
     def written_unseen(self) -> str | None:
         """A parameter whose weight differs from place to place, while no update is pending and all copies are made: one
@@ -340,9 +340,9 @@ class BucketState:
         """``view``, made from ``weight_of``, is given to somebody who may hold it and write to it. Other ranks would
         not know of that, nor what to do with one that is a module's own idea of a weight.
         """
-        known = is_weight and not self.is_shared
-        is_copy = self.given_up or self.codes is not None or not known
-        self.handed_out.add(view, index, self.replaced if known else -1, is_copy=is_copy)
+        is_tracked = is_weight and not self.is_shared
+        is_copy = self.given_up or self.codes is not None or not is_tracked
+        self.handed_out.add(view, index, self.replaced if is_tracked else -1, is_copy=is_copy)
 
     def give_up_copy(self) -> None:
         """DOWN is about to write gradients to the place of the host's copy."""

@@ -167,7 +167,7 @@ class HostRoom:
 
     def _end(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         self._release(self._call if output is not None else None)  # None: an error
-        self._leaving = [replace(one, tensor=one.tensor.detach()) for one in self._leaving]  # see [Note: no graph]
+        self._leaving = [replace(item, tensor=item.tensor.detach()) for item in self._leaving]  # see [Note: no graph]
         if not torch.is_grad_enabled():
             return
         soon = [*self._sent.get(self._call, []), *self._sent.get(self._call - 1, [])]
@@ -177,13 +177,13 @@ class HostRoom:
 
     def _release(self, before: int | None) -> None:
         """Release the device's memory of what blocks before this one, or all, have sent. See [Note: lifetimes]."""
-        gone = [one for one in self._leaving if before is None or one.call < before]
-        self._leaving = [one for one in self._leaving if before is not None and one.call >= before]
-        for one in gone:
+        gone = [saved for saved in self._leaving if before is None or saved.call < before]
+        self._leaving = [saved for saved in self._leaving if before is not None and saved.call >= before]
+        for saved in gone:
             assert self._transfer is not None
-            self._transfer.wait(Stream.COMPUTE, one.event)
-            self._transfer.uses(Stream.COMPUTE, writes=[flat(one.tensor)])  # by whoever gets the memory next
-            unwritten(one.tensor, one.version)
+            self._transfer.wait(Stream.COMPUTE, saved.event)
+            self._transfer.uses(Stream.COMPUTE, writes=[flat(saved.tensor)])  # by whoever gets the memory next
+            unwritten(saved.tensor, saved.version)
         self._forget()
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -218,17 +218,17 @@ class HostRoom:
         assert tensor is not None
         self._transfer.wait(Stream.COMPUTE, sent.up)
         self._transfer.uses(Stream.COMPUTE, reads=[flat(tensor)])
-        self._coming = [one for one in self._coming if one[1] is not tensor]
+        self._coming = [arrival for arrival in self._coming if arrival[1] is not tensor]
         return tensor
 
     def _forget(self) -> None:
         """Release what came up for a graph that was freed."""
         coming, self._coming = self._coming, []
-        for one in coming:
-            if one[0]() is not None:
-                self._coming.append(one)
+        for arrival in coming:
+            if arrival[0]() is not None:
+                self._coming.append(arrival)
             elif self._transfer is not None:
-                self._transfer.wait(Stream.COMPUTE, one[2])
+                self._transfer.wait(Stream.COMPUTE, arrival[2])
 
 
 def arena_of_saved(num_bytes: int, device: torch.device) -> Arena:

@@ -12,23 +12,23 @@ from torch import nn
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of ``model`` by dotted path, in order of registration."""
-    found: dict[nn.Module, str] = {}
+    blocks: dict[nn.Module, str] = {}
     seen: set[tuple[nn.Module, bool]] = set()
 
     def look(path: str, module: nn.Module, listed: bool) -> None:
-        if module in found or (module, listed) in seen:
+        if module in blocks or (module, listed) in seen:
             return
         seen.add((module, listed))
         if listed and type(module).forward is not nn.Module.forward:
             if any(True for _ in module.parameters()):
-                found[module] = path
+                blocks[module] = path
             return
         for name, child in module.named_children():
             look(f"{path}.{name}" if path else name, child, listed or isinstance(module, nn.ModuleList))
 
     look("", model, False)
-    inner = {module for block in found for module in block.modules() if module is not block}
-    return {path: block for block, path in found.items() if block not in inner}
+    inner = {module for block in blocks for module in block.modules() if module is not block}
+    return {path: block for block, path in blocks.items() if block not in inner}
 
 
 def around_blocks(model: nn.Module) -> set[str]:

@@ -106,7 +106,7 @@ class Names:
         if "backward" in name:
             return None
         if any(
-            each in name for each in ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn")
+            kernel in name for kernel in ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn")
         ):
             return "attention"
         return "softmax" if name in ("_softmax", "_safe_softmax") else None
@@ -119,8 +119,8 @@ class Names:
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a fused attention draws random numbers."""
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | {**kwargs}
-    return bool(given.get("dropout_p"))
+    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | {**kwargs}
+    return bool(values.get("dropout_p"))
 
 
 class OutputRecorder(TorchDispatchMode):
@@ -144,10 +144,10 @@ class OutputRecorder(TorchDispatchMode):
         name = self._names.of(func, args, kwargs or {})
         if func.overloadpacket in OVERWRITING:
             written = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
-            for made, tensor, *_ in self._made:
-                is_its_sum = made == name and made not in self._hosted
+            for output_name, tensor, *_ in self._made:
+                is_its_sum = output_name == name and output_name not in self._hosted
                 if is_its_sum != (tensor.untyped_storage()._cdata in written):
-                    self._overwritten.add(made)
+                    self._overwritten.add(output_name)
         elif name in self._kept:
             for tensor in tensors_in(out):
                 self._made.append((str(name), tensor, tensor._version, _sum_of_bits(tensor) if self._learns else None))
@@ -192,8 +192,8 @@ class Sending(TorchDispatchMode):
         if name in self._kept:
             return out
         if name in self._hosted:
-            made = [tensor for tensor in tensors_in(out) if tensor.device == args[0].device]
-            sent = {id(tensor): self._room.send(tensor) for tensor in made}
+            outputs = [tensor for tensor in tensors_in(out) if tensor.device == args[0].device]
+            sent = {id(tensor): self._room.send(tensor) for tensor in outputs}
             if None not in sent.values():  # otherwise it runs again
                 self.sent[func, self._calls[func]] = tree_map(lambda value: sent.get(id(value), value), out)
         self._calls[func] += 1
@@ -247,7 +247,7 @@ class Checkpointed:
             return self.forward(*args, **kwargs)
         args = tuple(map(_copied, args))
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
-        learns = self._written is None and not any(isinstance(each, FakeTensor) for each in tensors_in((args, kwargs)))
+        learns = self._written is None and not any(isinstance(leaf, FakeTensor) for leaf in tensors_in((args, kwargs)))
         # A mode, inside of which torch compiles nothing, only where outputs are kept: compiled blocks keep none.
         looks = bool(self._kept) and (learns or self.watch is not None)
         recorder = OutputRecorder(self._block, self._kept, self._hosted, learns=learns) if looks else None
@@ -310,8 +310,8 @@ class Checkpointed:
         names = {False: Names(self._block), True: Names(self._block)}
 
         def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            found = names[context.is_recompute].of(func, args, kwargs) in kept
-            return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
+            is_kept = names[context.is_recompute].of(func, args, kwargs) in kept
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
         return policy
 
@@ -365,8 +365,8 @@ def _effect(keep: Keep) -> str:
 
 def room_of(model: nn.Module) -> HostRoom | None:
     """The room on the host for saved tensors of ``model``, if there is one."""
-    found = (checkpointed(module) for module in model.modules())
-    return next((each.room for each in found if each is not None and each.room is not None), None)
+    forwards = (checkpointed(module) for module in model.modules())
+    return next((forward.room for forward in forwards if forward is not None and forward.room is not None), None)
 
 
 def checkpoint_blocks(
@@ -385,8 +385,8 @@ def checkpoint_blocks(
 
 def checkpointed(module: nn.Module) -> Checkpointed | None:
     """What replaces the forward of ``module``, if it is recomputed."""
-    found = module.__dict__.get("forward")
-    return found if isinstance(found, Checkpointed) else None
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, Checkpointed) else None
 
 
 def _copied(value: Any) -> Any:
@@ -411,13 +411,13 @@ def _with_own_states(holder: Any) -> Any:
     """A copy whose lists and dicts are its own, and tensors in them, since states of linear attention and convolutions
     are overwritten there. Keys and values are attributes, which are made anew.
     """
-    made = copy(holder)
+    clone = copy(holder)
     for name, value in vars(holder).items():
         if isinstance(value, dict):
-            setattr(made, name, {key: _own(each) for key, each in value.items()})
+            setattr(clone, name, {key: _own(item) for key, item in value.items()})
         elif isinstance(value, list):
-            setattr(made, name, [_own(each) for each in value])
-    return made
+            setattr(clone, name, [_own(item) for item in value])
+    return clone
 
 
 def _own(value: Any) -> Any:

@@ -83,10 +83,10 @@ class _CrossEntropy(torch.autograd.Function):
             )
         logits, target, weight = ctx.saved_tensors
         into = logits if is_free(ctx, logits) else torch.empty_like(logits)
-        for part in _parts(logits):
-            found = _log_probabilities(logits[part])
-            of_found = aten.nll_loss_backward(grad, found, target[part], None, ctx.reduction, ctx.ignored, weight)
-            into[part] = aten._log_softmax_backward_data(of_found, found, 1, torch.float32)
+        for rows in _parts(logits):
+            logprobs = _log_probabilities(logits[rows])
+            grads = aten.nll_loss_backward(grad, logprobs, target[rows], None, ctx.reduction, ctx.ignored, weight)
+            into[rows] = aten._log_softmax_backward_data(grads, logprobs, 1, torch.float32)
         return into, None, None, None
 
 
@@ -95,14 +95,14 @@ def losses_of_rows(logits: Tensor, target: Tensor, ignored: int = -100) -> Tenso
     a chunk of rows is ever cast to fp32.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    for part in _parts(logits):
-        losses[part] = nll_loss(_log_probabilities(logits[part]), target[part], ignore_index=ignored, reduction="none")
+    for rows in _parts(logits):
+        losses[rows] = nll_loss(_log_probabilities(logits[rows]), target[rows], ignore_index=ignored, reduction="none")
     return losses
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
-    found: Tensor = aten._log_softmax(logits.float(), 1, False)
-    return found
+    logprobs: Tensor = aten._log_softmax(logits.float(), 1, False)
+    return logprobs
 
 
 def is_free(ctx: Any, logits: Tensor) -> bool:
@@ -141,13 +141,13 @@ def causal_lm_loss(
     **kwargs: Any,
 ) -> Tensor:
     """The loss of a causal language model with the arguments and the bits of Transformers' ``ForCausalLMLoss``."""
-    given = labels if shift_labels is None else shift_labels
-    assert given is not None
-    if _is_foreign(logits, given):
+    used_labels = labels if shift_labels is None else shift_labels
+    assert used_labels is not None
+    if _is_foreign(logits, used_labels):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        whole: Any = ForCausalLMLoss  # a number of items may be an int, though it is not declared
-        theirs: Tensor = whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        untyped: Any = ForCausalLMLoss  # a number of items may be an int, though it is not declared
+        theirs: Tensor = untyped(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         return theirs
     target = targets(labels, shift_labels, ignore_index).to(logits.device)
     reduction = MEAN if num_items_in_batch is None else SUM
@@ -177,8 +177,8 @@ def owners(model: nn.Module) -> list[nn.Module]:
         by_kind = LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), ForCausalLMLoss)
         return vars(module).get(OWN, by_kind)
 
-    models = (each for each in model.modules() if isinstance(each, PreTrainedModel) and each.base_model is not each)
-    return [each for each in models if loss_of(each) in (ForCausalLMLoss, causal_lm_loss)]
+    heads = (owner for owner in model.modules() if isinstance(owner, PreTrainedModel) and owner.base_model is not owner)
+    return [owner for owner in heads if loss_of(owner) in (ForCausalLMLoss, causal_lm_loss)]
 
 
 def set_by_plan(model: nn.Module, plan: Plan) -> None:
@@ -188,13 +188,13 @@ def set_by_plan(model: nn.Module, plan: Plan) -> None:
     heads = [unit.name for unit in plan.facts.units if plan.keep(unit.name).policy == CHUNKS]
     if not heads:
         return
-    found: list[Any] = owners(model)
-    if not found:
+    modules: list[Any] = owners(model)
+    if not modules:
         raise ValueError(
             "the plan counts on a loss by chunks, and this model has a loss of its own: "
             "plan with strategies.cross_entropy.chunked: false"
         )
-    native = [module for module in found if vars(module).get(OWN) is not causal_lm_loss]
+    native = [module for module in modules if vars(module).get(OWN) is not causal_lm_loss]
     for module in native:
         module.loss_function = causal_lm_loss
     if native:
@@ -217,17 +217,17 @@ def counting(model: nn.Module) -> Iterator[list[int]]:
         calls.append(logits.numel())
         return causal_lm_loss(logits, *args, **kwargs)
 
-    found: list[Any] = owners(model)
-    before = [vars(module).get(OWN) for module in found]
-    for module in found:
+    modules: list[Any] = owners(model)
+    former_losses = [vars(module).get(OWN) for module in modules]
+    for module in modules:
         module.loss_function = loss
     try:
         yield calls
     finally:
-        for module, own in zip(found, before, strict=True):
+        for module, former_loss in zip(modules, former_losses, strict=True):
             delattr(module, OWN)
-            if own is not None:
-                setattr(module, OWN, own)
+            if former_loss is not None:
+                setattr(module, OWN, former_loss)
 
 
 @cache

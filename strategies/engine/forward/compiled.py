@@ -80,8 +80,8 @@ def compile_blocks(model: nn.Module, backend: str = INDUCTOR) -> None:
     for name, block in blocks.items():
         if "forward" in vars(block):
             raise ValueError(f"{name}: its forward has been replaced already; compile blocks first")
-        own = type(block).forward
-        run = shared.setdefault(own, torch.compile(own, fullgraph=True, dynamic=False, backend=backend))
+        forward = type(block).forward
+        run = shared.setdefault(forward, torch.compile(forward, fullgraph=True, dynamic=False, backend=backend))
         block.forward = Compiled(block, run, backend)
     log_applied("torch_compile", ((name, f"compiled by {backend}") for name in blocks))
 
@@ -106,6 +106,6 @@ def missing(backend: str, *, on_cpu: bool) -> str:
 
 def compiled(module: nn.Module) -> Compiled | None:
     """The compiled forward of ``module``, if it has one; that of a recomputed block is inside of the recomputation."""
-    found = vars(module).get("forward")
-    found = getattr(found, "forward", None) if not isinstance(found, Compiled) else found
-    return found if isinstance(found, Compiled) else None
+    forward = vars(module).get("forward")
+    forward = getattr(forward, "forward", None) if not isinstance(forward, Compiled) else forward
+    return forward if isinstance(forward, Compiled) else None

@@ -79,9 +79,9 @@ class Snapshot(AbstractContextManager[None]):
     def _end(self) -> None:
         """The run is over: keep the former values of what it changed."""
         written = set(self._known or ())
-        for path, owner, before in self._found:
-            for name, now in (dict.fromkeys(before, ABSENT) | owner).items():
-                was = before.get(name, ABSENT)
+        for path, owner, former in self._found:
+            for name, now in (dict.fromkeys(former, ABSENT) | owner).items():
+                was = former.get(name, ABSENT)
                 if not _is_state(was):
                     counted = self._effects.counts and now.__class__ in NUMBERS and was != now
                     if counted or _is_state(now):
@@ -96,8 +96,8 @@ class Snapshot(AbstractContextManager[None]):
                     self._changed.append((owner, name, was.detach().requires_grad_(was.requires_grad)))
         if self._known is None:
             self._effects.written[self._mode] = written
-        for each in (self._found, self._versions, self._copies):
-            each.clear()
+        for record in (self._found, self._versions, self._copies):
+            record.clear()
 
     def _is_written(self, tensor: Tensor) -> bool:
         if _version(tensor) != self._versions[id(tensor)]:
@@ -193,14 +193,14 @@ def attributes(model: nn.Module) -> dict[tuple[str, str], tuple[Any, object]]:
     """What modules hold besides parameters, modules, hooks and their mode, with versions of tensors, sizes of lists,
     and states of generators.
     """
-    found: dict[tuple[str, str], tuple[Any, object]] = {}
+    marked: dict[tuple[str, str], tuple[Any, object]] = {}
     for path, module in model.named_modules():
         for owner in (module._buffers, module.__dict__):
             for name, value in owner.items():
                 if "_hooks" in name or name == "training":  # some hooks remove themselves; a Trainer sets the mode
                     continue
-                found[path, name] = value, _mark(value)
-    return found
+                marked[path, name] = value, _mark(value)
+    return marked
 
 
 def _mark(value: Any) -> object:

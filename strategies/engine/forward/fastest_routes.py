@@ -79,12 +79,12 @@ def _shape(layer: Any, run: RunFacts) -> Shape:
 def fastest(shape: Shape, device: torch.device) -> Routes:
     """The fastest routes, if each gains more than the margin, and all together more than routing costs."""
     seconds = {gemm: _seconds(gemm, shape, device) for gemm in Routes._fields if gemm != "wgrad" or shape.trains}
-    taken = {gemm: min(timed, key=timed.__getitem__) for gemm, timed in seconds.items()}
-    gains = {gemm: timed[NATIVE] - timed[taken[gemm]] for gemm, timed in seconds.items()}
+    best = {gemm: min(timed, key=timed.__getitem__) for gemm, timed in seconds.items()}
+    gains = {gemm: timed[NATIVE] - timed[best[gemm]] for gemm, timed in seconds.items()}
     pays = {gemm: gain for gemm, gain in gains.items() if gain > MARGIN * seconds[gemm][NATIVE]}
-    whole = sum(timed[NATIVE] for timed in seconds.values())
+    native = sum(timed[NATIVE] for timed in seconds.values())
     return (
-        Routes(**{gemm: taken[gemm] for gemm in pays}) if sum(pays.values()) - ROUTING_S > MARGIN * whole else Routes()
+        Routes(**{gemm: best[gemm] for gemm in pays}) if sum(pays.values()) - ROUTING_S > MARGIN * native else Routes()
     )
 
 

@@ -45,8 +45,8 @@ def same(some: States, others: States) -> bool:
 
 def moves(before: States, after: States) -> tuple[int, ...] | None:
     """By how much each was moved. None: not so many draws, or one is not of a generator that is known."""
-    found = [move for move in map(_move, before, after) if move is not None]
-    return tuple(found) if len(found) == len(before) else None
+    amounts = [move for move in map(_move, before, after) if move is not None]
+    return tuple(amounts) if len(amounts) == len(before) else None
 
 
 def moved(states: States, by: tuple[int, ...]) -> States:

@@ -98,14 +98,14 @@ def row_of(device: torch.device) -> Row:
 
 def kind() -> str | None:
     """The kind of accelerator that this machine has, as torch names it; None if there is only the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None or found.type in WITHOUT_STREAMS else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None or device.type in WITHOUT_STREAMS else device.type
 
 
 def current() -> torch.device | None:
     """The device that this process computes on, with its index; None if there is only the CPU."""
-    found = kind()
-    return None if found is None else torch.device(found, torch.accelerator.current_device_index())
+    device_type = kind()
+    return None if device_type is None else torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def device_of(wanted: torch.device | str | None) -> torch.device:
@@ -116,8 +116,8 @@ def device_of(wanted: torch.device | str | None) -> torch.device:
     if device.type == "cpu":
         return device
     if device.type != kind() or (device.index or 0) >= torch.accelerator.device_count():
-        found = ["cpu", *(f"{kind()}:{index}" for index in range(torch.accelerator.device_count() if kind() else 0))]
-        raise ValueError(f"device={str(wanted)!r}: this machine has {', '.join(found)}")
+        devices = ["cpu", *(f"{kind()}:{index}" for index in range(torch.accelerator.device_count() if kind() else 0))]
+        raise ValueError(f"device={str(wanted)!r}: this machine has {', '.join(devices)}")
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
 
 

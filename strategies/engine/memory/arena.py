@@ -184,9 +184,9 @@ def alone(view: Tensor) -> Tensor:
     """The same memory as a tensor with a storage and a count of writes of its own: libraries take tensors that share a
     storage for tied weights. Kinds of device that are registered with torch have no DLPack, and keep the arena's.
     """
-    there = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
-    if not there:
+    has_dlpack = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
+    if not has_dlpack:
         return view.data
-    here = torch.accelerator.device_index(view.device.index) if view.is_cuda else nullcontext()  # torch asks it
-    with here:
+    on_device = torch.accelerator.device_index(view.device.index) if view.is_cuda else nullcontext()  # torch asks it
+    with on_device:
         return from_dlpack(view.detach())

@@ -28,16 +28,16 @@ class Checksums:
         """``memory``, bytes, is written to the place at ``offset``; ``part``: only these of its bytes have changed."""
         if part is None:
             self._of[offset] = array("Q", bytes(8 * -(-memory.numel() // CHUNK)))
-        for number, found in _sums(memory, part):
-            self._of[offset][number] = found
+        for number, checksum in _sums(memory, part):
+            self._of[offset][number] = checksum
 
     def first_difference(self, memory: Tensor, offset: int, part: range | None = None) -> int | None:
         """The first byte of the chunk in which ``memory``, read from the place, is not what was written; None: it is.
         What was never written is nobody's to read, zeros as well.
         """
-        if (known := self._of.get(offset)) is None:
+        if (sums := self._of.get(offset)) is None:
             return 0
-        return next((number * CHUNK for number, found in _sums(memory, part) if found != known[number]), None)
+        return next((number * CHUNK for number, checksum in _sums(memory, part) if checksum != sums[number]), None)
 
 
 def _sums(memory: Tensor, part: range | None) -> Iterator[tuple[int, int]]:
@@ -45,6 +45,6 @@ def _sums(memory: Tensor, part: range | None) -> Iterator[tuple[int, int]]:
     data: Any = memory.numpy()
     view, bytes_of_it = memoryview(data), range(memory.numel()) if part is None else part
     for number in range(bytes_of_it.start // CHUNK, -(-bytes_of_it.stop // CHUNK)):
-        made = xxhash.xxh3_64()
-        made.update(view[number * CHUNK : (number + 1) * CHUNK])  # of all its releases this lets other threads run
-        yield number, made.intdigest()
+        hasher = xxhash.xxh3_64()
+        hasher.update(view[number * CHUNK : (number + 1) * CHUNK])  # of all its releases this lets other threads run
+        yield number, hasher.intdigest()

@@ -70,32 +70,32 @@ class CommonHost:
         self._timeout_s = hosts._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         ranks, rank = dist.get_world_size(hosts), dist.get_rank(hosts)
         mine = (os.getpid(), self._file, self._size, self._token.tolist())
-        known: list[tuple[int, int, int, list[int]]] = [mine] * ranks
-        dist.all_gather_object(known, mine, group=hosts)
+        parts: list[tuple[int, int, int, list[int]]] = [mine] * ranks
+        dist.all_gather_object(parts, mine, group=hosts)
         complaint = ""
         try:
-            self._memories = [self._own if at == rank else self._open(*one) for at, one in enumerate(known)]
+            self._memories = [self._own if at == rank else self._open(*part) for at, part in enumerate(parts)]
         except OSError as error:
             complaint = f"rank {rank} cannot read the memory of another one ({error.strerror})"
         complaints = [""] * ranks
         dist.all_gather_object(complaints, complaint, group=hosts)
         os.close(self._file)  # after all have opened it; the mapping stays
-        if said := next(filter(None, complaints), None):
+        if first_complaint := next(filter(None, complaints), None):
             where = "they are on several machines, or in containers that do not see each other's processes"
-            raise RuntimeError(f"strategies.offload.gather: {said}: {where}: {CURE}")
-        self._processes = [process for process, *_ in known]
+            raise RuntimeError(f"strategies.offload.gather: {first_complaint}: {where}: {CURE}")
+        self._processes = [process for process, *_ in parts]
 
     def _open(self, process: int, file: int, size: int, token: list[int]) -> HostMemory:
         """The part of another rank; on another machine the number may be of some other process, or of none."""
         path = Path(f"/proc/{process}/fd/{file}")
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            found = self._map(opened) if os.fstat(opened).st_size == size else None
+            part = self._map(opened) if os.fstat(opened).st_size == size else None
         finally:
             os.close(opened)
-        if found is None or found.memory[-TOKEN_BYTES:].tolist() != token:
+        if part is None or part.memory[-TOKEN_BYTES:].tolist() != token:
             raise FileNotFoundError(2, "another file", str(path))
-        return found
+        return part
 
     def spans(self, spot: Spot, dtype: torch.dtype, count: int) -> list[Tensor]:
         """What all ranks have at ``spot``, in their order: ``count`` elements of each."""
@@ -131,9 +131,9 @@ class CommonHost:
         return memory.memory[self.weights.numel() : -TOKEN_BYTES].view(torch.int64)
 
     def pin(self, starts: Iterable[int]) -> None:
-        known = set(starts)
+        distinct = set(starts)
         for memory in self._memories:
-            memory.pin(known)
+            memory.pin(distinct)
 
     def release(self) -> None:
         for memory in self._memories:

@@ -70,8 +70,8 @@ class DiskState:
             self._pieces[index] = range(self._pieces[index].start if index in self._pieces else number, number + 1)
             state = list(memory.view(torch.float32)[: numbers * count].view(numbers, count))
             master = state.pop(0) if layout.buckets[index].mixed else None
-            held = Stretch(piece.start, piece.stop, master, state, partial(self.held, index, number))
-            self.stretches.setdefault(index, []).append(held)
+            stretch = Stretch(piece.start, piece.stop, master, state, partial(self.held, index, number))
+            self.stretches.setdefault(index, []).append(stretch)
 
     def expect(self, buckets: Iterable[int]) -> None:
         """These buckets, by index, will be updated: read them ahead. Others are none of ours."""

@@ -165,14 +165,14 @@ class DiskWeights:
         file.read(memory, offset)
 
     def _write(self, index: int, update: Future[Updated], read: Future[None] | None) -> Updated:
-        changed, made = update.result()
+        changed, event = update.result()
         if not changed:
-            return changed, made
+            return changed, event
         if read is not None:
             read.result()
-        (_, new), (_, _, file, offset) = self._new[index], self._places[index]
-        self._transfer.uses(Stream.HOST, reads=[new])
-        self._first.run(partial(file.write, new, offset))
+        (_, new_weight), (_, _, file, offset) = self._new[index], self._places[index]
+        self._transfer.uses(Stream.HOST, reads=[new_weight])
+        self._first.run(partial(file.write, new_weight, offset))
         self._first.refuse()
         return changed, self._transfer.record(Stream.HOST)
 

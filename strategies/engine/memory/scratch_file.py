@@ -54,8 +54,8 @@ class Store:
         self._num_bytes = num_bytes
         self._what = what
         self._sums = Checksums() if checked else None
-        if said := self.unsuitable(self._place):
-            raise ValueError(said)
+        if complaint := self.unsuitable(self._place):
+            raise ValueError(complaint)
 
     @staticmethod
     def unsuitable(place: str) -> str:
@@ -98,8 +98,8 @@ class Store:
             raise self._lost(memory, "read", where)
 
     def _lost(self, memory: Tensor, done: str, why: str | None) -> DiskError:
-        what = f"{human(memory.nbytes)} of {self._what} could not be {done}"
-        return DiskError(f"the disk tier in {self._place}: {what}: {why}")
+        problem = f"{human(memory.nbytes)} of {self._what} could not be {done}"
+        return DiskError(f"the disk tier in {self._place}: {problem}: {why}")
 
 
 class ScratchFile(Store):
@@ -146,12 +146,12 @@ class ScratchFile(Store):
 
     def _move(self, call: Callable[[int, Sequence[memoryview], int], int], memory: Tensor, offset: int) -> None:
         data: Any = memory.numpy()
-        left = memoryview(data)
-        while left:
-            count = call(self._handle, [left[:MOST_BYTES]], offset)
+        remaining = memoryview(data)
+        while remaining:
+            count = call(self._handle, [remaining[:MOST_BYTES]], offset)
             if not count:
                 raise OSError(errno.EIO, "nothing more came")
-            left, offset = left[count:], offset + count
+            remaining, offset = remaining[count:], offset + count
 
     @cached_property
     def _mapping(self) -> mmap.mmap:
@@ -199,8 +199,8 @@ def _unsuitable(folder: Path) -> str:
 
 def file_system(folder: Path) -> str:
     """The type of the file system that ``folder`` is on."""
-    there = folder.resolve()
-    mounted = [each for each in psutil.disk_partitions(all=True) if there.is_relative_to(each.mountpoint)]
+    resolved = folder.resolve()
+    mounted = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
     return max(mounted, key=lambda each: len(Path(each.mountpoint).parts)).fstype if mounted else ""
 
 

@@ -54,8 +54,8 @@ class Striped:
             move(*first, offset)
         finally:
             wait(moving)  # also after an error: nobody else may have the memory before
-        for each in moving:
-            each.result()
+        for future in moving:
+            future.result()
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -219,8 +219,8 @@ class Replicas(OneRank):
                 bucket.grads.touch(index)
 
     def any_rank(self, flag: bool) -> bool:
-        (found,) = self._on_any([flag])
-        return found
+        (is_on_any,) = self._on_any([flag])
+        return is_on_any
 
     def _on_any(self, flags: Iterable[bool]) -> list[bool]:
         """Which of ``flags`` some rank has set. A collective."""
@@ -228,9 +228,9 @@ class Replicas(OneRank):
 
     def _largest(self, numbers: Iterable[float]) -> list[float]:
         """Of each number the largest of all ranks. A collective."""
-        known = torch.tensor(list(numbers), dtype=torch.float64)
-        dist.all_reduce(known, dist.ReduceOp.MAX, group=self._hosts)
-        largest: list[float] = known.tolist()
+        maxima = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._hosts)
+        largest: list[float] = maxima.tolist()
         return largest
 
 
@@ -243,5 +243,5 @@ def hosts_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
     if device.type == "cpu":
         return group
     ranks = dist.get_process_group_ranks(group)
-    found: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return found
+    hosts: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return hosts

@@ -153,14 +153,14 @@ class Shares(Replicas):
     def gather(self, bucket: BucketState) -> None:
         transfer = self._transfer
         home = bucket.weight
-        own = bucket.own(bucket.weight)
+        span = bucket.own(bucket.weight)
         first = self.rank * bucket.spec.share
         self.note("gathered", bucket.name)
         transfer.wait(Stream.NET, bucket.arrived, bucket.used)
-        transfer.uses(Stream.NET, reads=[own], writes=[home[:first], home[first + bucket.spec.share :]])
+        transfer.uses(Stream.NET, reads=[span], writes=[home[:first], home[first + bucket.spec.share :]])
         with transfer.on(Stream.NET):
             if self._two_level is None:
-                dist.all_gather_into_tensor(home, own, group=self._group)
+                dist.all_gather_into_tensor(home, span, group=self._group)
             else:
                 self._two_level.gather(home)
         bucket.arrived = transfer.record(Stream.NET)
@@ -193,12 +193,12 @@ class Shares(Replicas):
             return False
         self._let_net_have(bucket)
         with self._transfer.on(Stream.NET):
-            found = super()._exchanged(bucket)
-            if found and True in self._scaled:  # losses were divided, so these are means of what is to be summed
+            is_exchanged = super()._exchanged(bucket)
+            if is_exchanged and True in self._scaled:  # losses were divided, so these are means of what is to be summed
                 bucket.grad.mul_(self.ranks)
-        self._transfer.uses(Stream.NET, writes=[bucket.grad] if found else [])
+        self._transfer.uses(Stream.NET, writes=[bucket.grad] if is_exchanged else [])
         self._transfer.wait(Stream.COMPUTE, self._transfer.record(Stream.NET))
-        return found
+        return is_exchanged
 
     def _let_net_have(self, bucket: BucketState) -> None:
         """The gradient, which COMPUTE has written."""
@@ -222,7 +222,7 @@ class Shares(Replicas):
 
     def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         transfer = self._transfer
-        own = bucket.own(grad)
+        span = bucket.own(grad)
         share = bucket.spec.share
         received = memory.view(grad.dtype)[: bucket.spec.num_elements]
         transfer.uses(Stream.NET, writes=[received])
@@ -231,9 +231,9 @@ class Shares(Replicas):
         transfer.wait(Stream.COMPUTE, transfer.record(Stream.NET))
         transfer.uses(Stream.COMPUTE, reads=[received], writes=[grad])
         first, *others = received.split(share)
-        own.copy_(first)
+        span.copy_(first)
         for other in others:
-            own.add_(other)
+            span.add_(other)
 
     def _add_by_machines(self, two_level: TwoLevel, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         """Sums are on NET as well, between its messages; they overwrite the spans of other ranks."""
@@ -245,10 +245,10 @@ class Shares(Replicas):
 
     def _add_on_the_way(self, bucket: BucketState, grad: Tensor) -> None:
         """In place, as NCCL and gloo allow where the result is this rank's span of what is sent."""
-        transfer, own = self._transfer, bucket.own(grad)
-        transfer.uses(Stream.NET, writes=[own])
+        transfer, span = self._transfer, bucket.own(grad)
+        transfer.uses(Stream.NET, writes=[span])
         with transfer.on(Stream.NET):
-            dist.reduce_scatter_tensor(own, grad, group=self._group)
+            dist.reduce_scatter_tensor(span, grad, group=self._group)
         transfer.wait(Stream.COMPUTE, transfer.record(Stream.NET))
 
     def _complete_the_last(self, bucket: BucketState, grad: Tensor) -> None:
@@ -257,16 +257,16 @@ class Shares(Replicas):
         """
         transfer = self._transfer
         spec = bucket.spec
-        own = bucket.own(grad)
+        span = bucket.own(grad)
         heads = [_head_of(spec, rank) for rank in range(self.ranks)]
         gets = [size if to == self.rank and rank != to else 0 for rank, (to, size) in enumerate(heads)]
         to, size = heads[self.rank]
         sends = [size if rank == to else 0 for rank in range(self.ranks)]
         behind = grad[(self.rank + 1) * spec.share :][: sum(gets)]
         transfer.wait(Stream.NET, transfer.record(Stream.COMPUTE))
-        transfer.uses(Stream.NET, reads=[own[:size]], writes=[behind])
+        transfer.uses(Stream.NET, reads=[span[:size]], writes=[behind])
         with transfer.on(Stream.NET):
-            dist.all_to_all_single(behind, own[:size], gets, sends, group=self._group)
+            dist.all_to_all_single(behind, span[:size], gets, sends, group=self._group)
         transfer.wait(Stream.COMPUTE, transfer.record(Stream.NET))
 
     def end_backward(self, order: Sequence[Place]) -> None:
@@ -277,9 +277,9 @@ class Shares(Replicas):
         """All ranks but one contribute a zero, and adding zeros is exact."""
         zero = torch.zeros((), device=device)
         mine = [b.grads.norms[i] if b.rank == b.speaker(i) else zero for b, i in gradients]
-        known = torch.stack([zero, *mine])
-        dist.all_reduce(known, group=self._group)
-        for (bucket, index), norm in zip(gradients, known[1:].unbind(), strict=True):
+        norms = torch.stack([zero, *mine])
+        dist.all_reduce(norms, group=self._group)
+        for (bucket, index), norm in zip(gradients, norms[1:].unbind(), strict=True):
             bucket.grads.measured([index], [norm])
 
     def everywhere(self, flag: bool) -> bool:
@@ -312,10 +312,10 @@ class Shares(Replicas):
     def _on_any(self, flags: Iterable[bool]) -> list[bool]:
         """Compares paths as well: a number is the same on all ranks if its largest is also its least."""
         digest = float(int.from_bytes(self._digest.digest()[:6]))
-        *known, most, least = self._largest([*flags, digest, -digest])
+        *largest, most, least = self._largest([*flags, digest, -digest])
         if most != -least:
             self._refuse_other_paths()
-        return [bool(flag) for flag in known]
+        return [bool(flag) for flag in largest]
 
     def _forget_path(self) -> None:
         """All ranks have come the same way."""
@@ -326,11 +326,11 @@ class Shares(Replicas):
         lists: list[Any] = [None] * self.ranks
         dist.all_gather_object(lists, list(self._path), group=self._hosts)
         times = zip_longest(*lists, fillvalue="did nothing")
-        each = next((each for each in times if len(set(each)) > 1), ["did something else before"] * self.ranks)
-        other = next((rank for rank, what in enumerate(each) if what != each[0]), 1)
+        actions = next((acts for acts in times if len(set(acts)) > 1), ["did something else before"] * self.ranks)
+        peer = next((rank for rank, action in enumerate(actions) if action != actions[0]), 1)
         raise RuntimeError(
-            f"the ranks take different paths through the model: at one time rank 0 {each[0]}, and rank {other} "
-            f"{each[other]}. Ranks that share weights have to run the same blocks in the same order, without layer "
+            f"the ranks take different paths through the model: at one time rank 0 {actions[0]}, and rank {peer} "
+            f"{actions[peer]}. Ranks that share weights have to run the same blocks in the same order, without layer "
             f"drop or early exits, and to read weights together"
         )
 

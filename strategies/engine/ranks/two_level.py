@@ -47,7 +47,7 @@ class TwoLevel:
         self._machine, self._place = divmod(dist.get_rank(), here)
         machines = [list(range(first, first + here)) for first in range(0, self.ranks, here)]
         self._inside, _ = dist.new_subgroups_by_enumeration(machines)
-        self._across, _ = dist.new_subgroups_by_enumeration([list(each) for each in zip(*machines, strict=True)])
+        self._across, _ = dist.new_subgroups_by_enumeration([list(peers) for peers in zip(*machines, strict=True)])
         self._machines = range(len(machines))
         self._neighbours = [place for place in range(here) if place != self._place]
         self._others = [machine for machine in self._machines if machine != self._machine]
@@ -73,14 +73,14 @@ class TwoLevel:
         under_way: dict[int, Finish] = {}
         for tick in range(many + len(phases)):
             for number in range(len(phases) + 1):
-                part = tick - number
-                if not 0 <= part < many:
+                slice_index = tick - number
+                if not 0 <= slice_index < many:
                     continue
                 if number > 0:
-                    under_way.pop(part)()
+                    under_way.pop(slice_index)()
                 if number < len(phases):
-                    bounds = (share * part // many, share * (part + 1) // many)
-                    under_way[part] = phases[number](flat, received, bounds)
+                    bounds = (share * slice_index // many, share * (slice_index + 1) // many)
+                    under_way[slice_index] = phases[number](flat, received, bounds)
 
     # --- phases: each issues its messages, and returns what to do until they are over ------------------------------
 
@@ -95,33 +95,33 @@ class TwoLevel:
 
         def finish() -> None:
             wait()
-            for machine, own in enumerate(mine):
-                came = [self._of(received, machine, place, part)[: own.numel()] for place in range(self._here)]
-                _add_up(own, came, self._place)
+            for machine, own_part in enumerate(mine):
+                came = [self._of(received, machine, place, part)[: own_part.numel()] for place in range(self._here)]
+                _add_up(own_part, came, self._place)
 
         return finish
 
     def _add_across(self, flat: Tensor, received: Tensor, part: Part) -> Finish:
-        own = self._of(flat, self._machine, self._place, part)
-        came = [self._of(received, machine, self._place, part)[: own.numel()] for machine in self._machines]
+        own_part = self._of(flat, self._machine, self._place, part)
+        came = [self._of(received, machine, self._place, part)[: own_part.numel()] for machine in self._machines]
         sends = [(machine, self._of(flat, machine, self._place, part)) for machine in self._others]
         wait = self._exchange(self._across, sends, [(machine, came[machine]) for machine in self._others])
 
         def finish() -> None:
             wait()
-            _add_up(own, came, self._machine)
+            _add_up(own_part, came, self._machine)
 
         return finish
 
     def _gather_across(self, flat: Tensor, received: Tensor, part: Part) -> Finish:
-        own = self._of(flat, self._machine, self._place, part)
+        own_part = self._of(flat, self._machine, self._place, part)
         gets = [(machine, self._of(flat, machine, self._place, part)) for machine in self._others]
-        return self._exchange(self._across, [(machine, own) for machine in self._others], gets)
+        return self._exchange(self._across, [(machine, own_part) for machine in self._others], gets)
 
     def _gather_inside(self, flat: Tensor, received: Tensor, part: Part) -> Finish:
-        both = [(place, machine) for place in self._neighbours for machine in self._machines]
-        sends = [(place, self._of(flat, machine, self._place, part)) for place, machine in both]
-        gets = [(place, self._of(flat, machine, place, part)) for place, machine in both]
+        pairs = [(place, machine) for place in self._neighbours for machine in self._machines]
+        sends = [(place, self._of(flat, machine, self._place, part)) for place, machine in pairs]
+        gets = [(place, self._of(flat, machine, place, part)) for place, machine in pairs]
         return self._exchange(self._inside, sends, gets)
 
     # --- spans and messages ----------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ class TwoLevel:
     def _exchange(group: Any, sends: Sequence[tuple[int, Tensor]], gets: Sequence[tuple[int, Tensor]]) -> Finish:
         """Issue messages to and from ranks of ``group``; what is returned waits for them."""
         ops = []
-        for what, messages in ((dist.isend, sends), (dist.irecv, gets)):
-            ops += [dist.P2POp(what, flat, group=group, group_peer=peer) for peer, flat in messages if flat.numel()]
+        for call, messages in ((dist.isend, sends), (dist.irecv, gets)):
+            ops += [dist.P2POp(call, flat, group=group, group_peer=peer) for peer, flat in messages if flat.numel()]
         works = dist.batch_isend_irecv(ops) if ops else []
 
         def wait() -> None:
@@ -151,7 +151,7 @@ class TwoLevel:
 
 def _add_up(own: Tensor, received: Sequence[Tensor], place: int) -> None:
     """``own`` becomes the sum of all in order; it is the one at ``place``, and not received."""
-    first, *others = [own if number == place else each for number, each in enumerate(received)]
+    first, *others = [own if number == place else part for number, part in enumerate(received)]
     for other in others:
         first.add_(other)
     if first is not own:

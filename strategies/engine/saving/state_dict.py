@@ -171,9 +171,9 @@ class StateAccess(Copied):
     def _is_as_lent(self, param: nn.Parameter) -> bool:
         bucket, index = self._settle(param)
         self.engine.refuse_damaged(bucket, index)
-        known = param.data.reshape(-1).to("cpu", copy=True)
-        bucket.read_exact(known, index)
-        return self.engine.ranks.everywhere(same_bits(param.data.reshape(-1).cpu(), known))
+        exact = param.data.reshape(-1).to("cpu", copy=True)
+        bucket.read_exact(exact, index)
+        return self.engine.ranks.everywhere(same_bits(param.data.reshape(-1).cpu(), exact))
 
     def give_back(self, params: Sequence[nn.Parameter]) -> None:
         """End the loan of ``params`` and keep what was written to them."""
@@ -218,7 +218,7 @@ class StateAccess(Copied):
         self.end_module_loans(id(module))  # an earlier one was interrupted
         self.keep_edits()
         mine = list(module.parameters(recurse=False))
-        if any(_customizes_state_dict(each) for each in module.modules()):
+        if any(_customizes_state_dict(submodule) for submodule in module.modules()):
             self._lent_to_modules[id(module)] = self.lend(mine)
             return
         for param in mine:
@@ -297,8 +297,8 @@ class StateAccess(Copied):
             with part.at_hand():
                 for name, tensor in part.state.items():
                     parts.setdefault(name, []).append(tensor.clone() if self.copies_state_of(bucket) else tensor)
-        found = {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in parts.items()}
-        return {"step": self.count_of(param)} | {name: tensor.view(param.shape) for name, tensor in found.items()}
+        tensors = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in parts.items()}
+        return {"step": self.count_of(param)} | {name: tensor.view(param.shape) for name, tensor in tensors.items()}
 
     def copies_state_of(self, bucket: BucketState) -> bool:
         """Whether state that is read from outside is a copy: what rests is on the disk, or in less than fp32."""
@@ -314,8 +314,8 @@ class StateAccess(Copied):
         """What this rank has of the moments and the master of ``param``."""
         bucket, index = self.engine.bucket_of[id(param)]
         moments, names = self.engine.updates.moments, self.engine.rule.names
-        own = bucket.pieces_in([index])
-        for stretch, piece in ((each, part) for each in bucket.stretches() for one in own for part in one.within(each)):
+        pieces = bucket.pieces_in([index])
+        for stretch, piece in ((s, cut) for s in bucket.stretches() for full in pieces for cut in full.within(s)):
             step = max(1, piece.size if moments is None else moments.chunk)
             for start in range(0, max(1, piece.size), step):
                 stop = min(piece.size, start + step)

@@ -103,9 +103,9 @@ class EngineState:
         complaints = list(other_model(saved, shapes, self.rule))
         yield from complaints
         for name in (name for name in shapes if name in self._params and not complaints):
-            known = saved.parameters[name]
-            kinds = [kind for kind in known.tensors if kind not in (MASTER, WEIGHT)]
-            if (kinds or known.numbers.get("step")) and sorted(kinds) != sorted(rule.names):
+            described = saved.parameters[name]
+            kinds = [kind for kind in described.tensors if kind not in (MASTER, WEIGHT)]
+            if (kinds or described.numbers.get("step")) and sorted(kinds) != sorted(rule.names):
                 yield f"{name}: saved with {kinds}, {self.rule} has {list(rule.names)}: train on as the run that saved"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -118,14 +118,14 @@ class EngineState:
         access.drain()
         self._engine.zero(to_none=True)
         for name in saved.trained() & self._params.keys():
-            param, known = self._params[name], saved.parameters[name]
+            param, described = self._params[name], saved.parameters[name]
             access.forget_state(param)
-            kept = known.tensors.keys() - {MASTER, WEIGHT}  # of SGD, which torch does not count
-            access.count_of(param).fill_(known.numbers.get("step", bool(kept)))
+            moments = described.tensors.keys() - {MASTER, WEIGHT}  # of SGD, which torch does not count
+            access.count_of(param).fill_(described.numbers.get("step", bool(moments)))
             for part in access.parts_of(param):
                 start, columns = self.within(name, part.start)
                 with part.at_hand(writes=True):
-                    for kind in known.tensors:
+                    for kind in described.tensors:
                         if kind not in (MASTER, WEIGHT):
                             saved.store.read(name, kind, start, part.state[kind], columns=columns)
 
@@ -160,8 +160,8 @@ def save(holder: EngineState, folder: Path, more: Sequence[Span] = (), extra: Ma
     """
     saved_state.check_json(holder.groups())
     _refuse_foreign(folder)
-    held = [span for *_, some in holder.entries() for span in some]
-    need = sum(span.tensor.nbytes for span in (*held, *more))
+    spans = [span for *_, param_spans in holder.entries() for span in param_spans]
+    need = sum(span.tensor.nbytes for span in (*spans, *more))
     try:
         with commit.replaced_folder(folder) as draft:
             free = shutil.disk_usage(draft).free
@@ -172,8 +172,8 @@ def save(holder: EngineState, folder: Path, more: Sequence[Span] = (), extra: Ma
             saved_state.opened(draft)
     except OSError as error:
         reason = error.strerror or str(error)
-        kept = "; the earlier save in it is intact" if folder.exists() else ""
-        raise OSError(f"{folder}: the optimizer state ({human(need)}) was not saved: {reason}{kept}") from error
+        intact = "; the earlier save in it is intact" if folder.exists() else ""
+        raise OSError(f"{folder}: the optimizer state ({human(need)}) was not saved: {reason}{intact}") from error
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -205,19 +205,19 @@ def load(holder: EngineState, folder: Path, groups: Sequence[dict[str, Any]]) ->
         raise ValueError(f"{places[0]}: the optimizer state was not loaded:\n  " + "\n  ".join(complaints))
     holder.fill(saved)
     holder.fill_weights(Weights(saved.store, None, {}))
-    for group, known in zip(groups, saved.param_groups, strict=True):
-        for key, value in known.items():
+    for group, saved_group in zip(groups, saved.param_groups, strict=True):
+        for key, value in saved_group.items():
             if key != "params":
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def _without_weights(saved: Saved, holder: EngineState) -> Iterator[str]:
     """Parameters whose weight had another dtype and no master, one line each: the exact weight is not in the save."""
-    for name, here, _ in holder.entries():
+    for name, ours, _ in holder.entries():
         known = saved.parameters.get(name)
-        if known is not None and known.dtype != here.dtype and MASTER not in known.tensors:
+        if known is not None and known.dtype != ours.dtype and MASTER not in known.tensors:
             yield (
-                f"{name}: saved as {known.dtype} {list(known.shape)}, the model has {here.dtype} {list(here.shape)}: "
+                f"{name}: saved as {known.dtype} {list(known.shape)}, the model has {ours.dtype} {list(ours.shape)}: "
                 f"load it into the model that saved it"
             )
 

@@ -67,8 +67,8 @@ class Shown:
         self.index = index
         self.replaced = replaced
         self.is_copy = is_copy
-        own = view.untyped_storage().nbytes() == view.nbytes
-        self._view, self._storage = weakref.ref(view), StorageWeakRef(view.untyped_storage()) if own else None
+        is_alone = view.untyped_storage().nbytes() == view.nbytes
+        self._view, self._storage = weakref.ref(view), StorageWeakRef(view.untyped_storage()) if is_alone else None
         self._counter = view.detach()  # has the view's count of writes, and none of its memory
         self._counter.data = view.new_empty(0)
         self._known = self._counter._version
@@ -116,13 +116,13 @@ class HandedOut:
         """Those that were written to, which the caller makes the weights. What nobody holds any more is forgotten."""
         if not self._all:  # nearly always
             return []
-        found = [shown for shown in self._all if shown.edited]
+        edited = [shown for shown in self._all if shown.edited]
         self._all = [shown for shown in self._all if shown.is_held]
-        for shown in found:
+        for shown in edited:
             if shown.replaced != replaced or (shown.is_copy and shown.view is None):
                 self._refuse(shown)
             shown.take()
-        return found
+        return edited
 
     def refuse_edits(self) -> None:
         """At the end of a forward, at whose begin none was left: a weight that was there before may be the old one."""
@@ -141,19 +141,19 @@ class HandedOut:
 
     def keep_values(self, name: str) -> None:
         """Give every view that is still held its own memory: the copy of bucket ``name`` is about to be overwritten."""
-        shown = [each for each in self._all if not each.is_copy]
-        for one in shown:
-            if one.edited:
-                self._refuse(one)
-        views = [(one.view, one) for one in shown if one.view is not None]
+        originals = [shown for shown in self._all if not shown.is_copy]
+        for shown in originals:
+            if shown.edited:
+                self._refuse(shown)
+        views = [(shown.view, shown) for shown in originals if shown.view is not None]
         for tensor, _ in views:
             tensor.data = tensor.data.clone()
-        others = [each for each in self._all if each.is_copy]
-        self._all = others + [Shown(tensor, one.index, one.replaced, is_copy=True) for tensor, one in views]
+        others = [shown for shown in self._all if shown.is_copy]
+        self._all = others + [Shown(tensor, shown.index, shown.replaced, is_copy=True) for tensor, shown in views]
         del views
-        if any(one.shares for one in shown):
+        if any(shown.shares for shown in originals):
             gc.collect()  # what only a cycle holds is held by nobody
-        if any(one.shares for one in shown):
+        if any(shown.shares for shown in originals):
             raise RuntimeError(
                 f"{name}: a part of what model.state_dict() returned is held during backward, which writes gradients "
                 f"to that memory: clone() what is to be kept, or drop it before"

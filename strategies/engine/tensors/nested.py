@@ -26,5 +26,5 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         for value in output.values():
             yield from tensors_in(value)
     elif is_dataclass(output) and not isinstance(output, type):
-        for each in fields(output):
-            yield from tensors_in(getattr(output, each.name, None))
+        for field in fields(output):
+            yield from tensors_in(getattr(output, field.name, None))

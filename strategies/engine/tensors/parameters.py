@@ -148,8 +148,8 @@ class StowedParameter(Copied, NoRawMemory, nn.Parameter):
             if hasattr(value, "_stand_in"):  # it would follow what becomes of the other one, as no copy does
                 raise RuntimeError(f"{self._keeper.name}: {ANOTHERS}")
             if (value.shape, value.dtype) != (self.shape, self.dtype):
-                given, own = (f"{one.dtype} {list(one.shape)}" for one in (value, self))
-                raise RuntimeError(f"{self._keeper.name}: a gradient of {given} assigned to a parameter that is {own}")
+                given, mine = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (value, self))
+                raise RuntimeError(f"{self._keeper.name}: a gradient of {given} assigned to a parameter that is {mine}")
             self._keeper.write_gradient(value.as_subclass(Tensor), multiplied=False)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
@@ -161,8 +161,8 @@ class PresentParameter(StowedParameter):
 
     def detach(self) -> Tensor:
         """It counts writes with the parameter; read-only where they would be refused."""
-        found: Tensor = super().detach()
-        return found if self._keeper.is_sole else found.as_subclass(ReadOnly)
+        detached: Tensor = super().detach()
+        return detached if self._keeper.is_sole else detached.as_subclass(ReadOnly)
 
 
 class VisitingParameter(StowedParameter):
@@ -217,13 +217,13 @@ class Alias(NoRawMemory):
             for target in written(func, args, kwargs):
                 if isinstance(target, Alias):
                     raise RuntimeError(f"{func.__name__} on a view of {target._keeper.name}, which travels; {WRITE}")
-            found: list[Alias] = []
+            views: list[Alias] = []
             copies: list[Tensor] = []
             handed: list[tuple[Alias, Tensor]] = []
 
             def read(alias: Alias) -> Tensor:
                 value: Tensor = alias._keeper.read_view(alias)
-                (found if value is alias else copies).append(value)  # type: ignore[arg-type]
+                (views if value is alias else copies).append(value)  # type: ignore[arg-type]
                 handed.append((alias, value))
                 return value
 
@@ -233,7 +233,7 @@ class Alias(NoRawMemory):
                     out = VisitingParameter.__torch_function__(func, (VisitingParameter,), args, kwargs)
                 else:
                     out = func(*args, **kwargs)
-            for alias in found:
+            for alias in views:
                 out = replace_views(out, alias._keeper.home, alias._keeper.follow)
                 if func in ARRAYS:
                     out.setflags(write=False)
@@ -337,27 +337,27 @@ def put(tensor: Tensor, value: Tensor) -> None:
         RAW_DATA.__set__(tensor, value)
         return
     version = tensor._version
-    given = tensor.__class__
+    kind = tensor.__class__
     trained = tensor.requires_grad and tensor.is_leaf
-    other = torch.Tensor._make_subclass(given, RAW_DATA.__get__(value), tensor.requires_grad)
+    donor = torch.Tensor._make_subclass(kind, RAW_DATA.__get__(value), tensor.requires_grad)
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     hooks = {name: getattr(tensor, name) for name in HOOKS} if trained else {}
     for name in hooks:
         setattr(tensor, name, None)
-    torch._C._swap_tensor_impl(tensor, other)
+    torch._C._swap_tensor_impl(tensor, donor)
     for name, called in hooks.items():  # torch calls hooks that are set again, but not those in a dict that stayed
         setattr(tensor, name, called or None)
     if trained:
-        Tensor.register_hook(other, _refuse_old_graph)
-    tensor.__class__ = given
+        Tensor.register_hook(donor, _refuse_old_graph)
+    tensor.__class__ = kind
     set_counts((tensor,), (version,))
 
 
 def placeholder(param: Tensor) -> nn.Parameter:
     """One NaN in the shape of ``param``, for a model that is given its values after it was stowed."""
-    found = nn.Parameter(torch.full((), math.nan, dtype=param.dtype).expand(param.shape), param.requires_grad)
-    vars(found)[LATER] = True
-    return found
+    blank = nn.Parameter(torch.full((), math.nan, dtype=param.dtype).expand(param.shape), param.requires_grad)
+    vars(blank)[LATER] = True
+    return blank
 
 
 def is_placeholder(tensor: Tensor) -> bool:

@@ -83,7 +83,7 @@ class PendingGradient(NoRawMemory):
                 args[0]._keeper.zero_gradient()
                 return args[0]
             factor = _factor(func, args, kwargs)
-            waiting = [] if factor is None else [one for one in each(args[0]) if isinstance(one, PendingGradient)]
+            waiting = [] if factor is None else [grad for grad in each(args[0]) if isinstance(grad, PendingGradient)]
             for gradient in waiting:
                 gradient._keeper.scale_gradient(factor)
             if waiting:
@@ -117,8 +117,8 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
 def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the call computes the 2-norm over all elements of whole gradients, as clipping does."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    rest = [value for name, value in kwargs.items() if name not in ("ord", "p") and value not in (None, False)]
-    return order in (2, 2.0, "fro") and len(args) <= 2 and not rest
+    options = [value for name, value in kwargs.items() if name not in ("ord", "p") and value not in (None, False)]
+    return order in (2, 2.0, "fro") and len(args) <= 2 and not options
 
 
 def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | float | None:

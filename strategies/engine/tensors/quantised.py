@@ -73,11 +73,11 @@ def scales_bytes(model: nn.Module) -> int:
 
 def put_scales(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace all scales by what ``convert`` makes of them; tables that layers have in common stay so."""
-    made: dict[int, Tensor] = {}
+    converted: dict[int, Tensor] = {}
     for holder, name, value in list(scales(model)):
-        if id(value) not in made:
-            made[id(value)] = convert(value)
-        setattr(holder, name, made[id(value)])
+        if id(value) not in converted:
+            converted[id(value)] = convert(value)
+        setattr(holder, name, converted[id(value)])
 
 
 def keep_packing(model: nn.Module) -> None:
@@ -131,12 +131,12 @@ class Adopted:
 @contextmanager
 def counted_with(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Inside, quantised weights are plain parameters, and their scales what ``convert`` makes of them."""
-    adopted, kept = Adopted(model), list(scales(model))
+    adopted, originals = Adopted(model), list(scales(model))
     put_scales(model, convert)
     try:
         yield
     finally:
-        for holder, name, value in kept:
+        for holder, name, value in originals:
             setattr(holder, name, value)
         adopted.release()
 

@@ -65,7 +65,7 @@ def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors that ``func`` writes to, as far as that is known before it runs; see ``watched``."""
     places = [(0, "input")] if kwargs.get("inplace") is True else _written_places(func)
     targets = (args[at] if at is not None and at < len(args) else kwargs.get(name) for at, name in places)
-    return [one for target in (*targets, kwargs.get("out")) for one in each(target)]
+    return [tensor for target in (*targets, kwargs.get("out")) for tensor in each(target)]
 
 
 @cache
@@ -81,7 +81,7 @@ def _written_places(func: Any) -> Sequence[tuple[int | None, str]]:
         schemas = [getattr(func, overload)._schema for overload in func.overloads()]
     else:
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    found = {
+    places = {
         (None if argument.kwarg_only else at, argument.name)
         for schema in schemas
         for at, argument in enumerate(schema.arguments)
@@ -89,8 +89,8 @@ def _written_places(func: Any) -> Sequence[tuple[int | None, str]]:
     }
     protocol = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     if name == "__setitem__" or (name.endswith("_") and (protocol or not name.endswith("__"))):
-        found.add((0, "tensor"))
-    return tuple(found)
+        places.add((0, "tensor"))
+    return tuple(places)
 
 
 @contextmanager
@@ -98,11 +98,11 @@ def watched(copies: Iterable[tuple[Any, Tensor]], wrote: Callable[[Any, Tensor],
     """Call ``wrote`` with each of these, a tensor that stands for something and the one that is handed out for it, if
     the latter is written to inside. Whatever the writer is called, torch counts its writes.
     """
-    before = [(one, copy, writes_to(copy)) for one, copy in copies]
+    counted = [(stand_in, copy, writes_to(copy)) for stand_in, copy in copies]
     yield
-    for one, copy, count in before:
+    for stand_in, copy, count in counted:
         if writes_to(copy) != count:
-            wrote(one, copy)
+            wrote(stand_in, copy)
 
 
 def writes_to(tensor: Tensor) -> int:
@@ -150,12 +150,12 @@ def with_values(
         return values[id(one)][1]
 
     args, kwargs = tree_map_only(own, read, (args, kwargs))
-    copies = [(one, found) for one, found in values.values() if found is not one]
+    copies = [(stand_in, copy) for stand_in, copy in values.values() if copy is not stand_in]
     with watched(copies, wrote):
         out = call(func, args, kwargs, ask=has_other_stand_ins(types, own))
-    for one, copy in copies:
+    for stand_in, copy in copies:
         if out is copy:
-            return one
+            return stand_in
     return read_only(func, out, [copy for _, copy in copies], kind)
 
 

@@ -86,5 +86,5 @@ def _adam(
 def _scripted() -> Callable[..., None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        made: Callable[..., None] = torch.jit.script(_adam)
-    return made
+        scripted: Callable[..., None] = torch.jit.script(_adam)
+    return scripted

@@ -25,7 +25,7 @@ def chunks_of(bucket: BucketState, touched: Sequence[int], limit: int, stretch: 
     """
     call: list[Chunk] = []
     room = limit
-    for whole, piece in ((each, part) for each in bucket.pieces_in(touched) for part in each.within(stretch)):
+    for whole, piece in ((full, cut) for full in bucket.pieces_in(touched) for cut in full.within(stretch)):
         for start in range(0, piece.size, limit):
             stop = min(piece.size, start + limit)
             if stop - start > room:

@@ -94,9 +94,9 @@ class Clipping:
     def _refuse_odd_scale(self) -> None:
         if self._inverse is None:
             return
-        inverse, known = self._inverse
-        if not self._transfer.done(known):
-            self._transfer.host_wait(known)
+        inverse, event = self._inverse
+        if not self._transfer.done(event):
+            self._transfer.host_wait(event)
         if math.frexp(float(inverse))[0] != 0.5:
             raise RuntimeError(f"a loss scale of 1 / {float(inverse)}: a stowed model's is a power of two")
 
@@ -140,8 +140,8 @@ class Clipping:
     def norm_of(self, bucket: BucketState, index: int) -> Tensor:
         """The norm of one gradient. All norms are computed at once, so that the next ones cost nothing."""
         bucket.grads.refuse_spent(index)
-        whole = self._gradients.last_pass or self._layout.in_backward
-        if whole and not self._is_scaled(bucket, index):
+        is_whole = self._gradients.last_pass or self._layout.in_backward
+        if is_whole and not self._is_scaled(bucket, index):
             self._gradients.norm(self._device)
             return self._of_loss(bucket.grads.norms[index])
         return norms_of([self.value_of(bucket, index)])[0]
@@ -174,10 +174,10 @@ class Clipping:
 
     def _now(self, factor: Tensor) -> Tensor:
         """The value of a loop's own tensor, which may be written to before the step; the same tensor until it is."""
-        known, count = self._numbers.get(id(factor)), writes_to(factor)
-        if known is None or known[1] != count:
-            known = self._numbers[id(factor)] = factor, count, factor.detach().clone()
-        return known[2]
+        cached, count = self._numbers.get(id(factor)), writes_to(factor)
+        if cached is None or cached[1] != count:
+            cached = self._numbers[id(factor)] = factor, count, factor.detach().clone()
+        return cached[2]
 
     def _is_scaled(self, bucket: BucketState, index: int) -> bool:
         """Whether the update will multiply this gradient by more than the inverse of the loss's scale."""
@@ -233,8 +233,8 @@ class NonFiniteError(RuntimeError):
     def __init__(self, steps_ago: int, parameter: str | None) -> None:
         self.steps_ago = steps_ago
         self.parameter = parameter
-        what = f"the gradient of {parameter}" if parameter else "a gradient"
-        super().__init__(f"{PATIENCE} steps in a row were skipped: {what} is not finite")
+        gradient = f"the gradient of {parameter}" if parameter else "a gradient"
+        super().__init__(f"{PATIENCE} steps in a row were skipped: {gradient} is not finite")
 
 
 class SkippedSteps:

@@ -235,11 +235,11 @@ class Gradients:
 
     def _measure(self, buckets: Sequence[BucketState]) -> None:
         """The norms of gradients that are whole in their slots, in one call: one kernel for all of them."""
-        known = [[index for index in sorted(bucket.grads.touched) if bucket.measures(index)] for bucket in buckets]
-        pairs = list(zip(buckets, known, strict=True))
-        found = iter(norms_of([grad for bucket, indices in pairs for grad in bucket.gradients(indices)]))
+        measurable = [[index for index in sorted(bucket.grads.touched) if bucket.measures(index)] for bucket in buckets]
+        pairs = list(zip(buckets, measurable, strict=True))
+        norms = iter(norms_of([grad for bucket, indices in pairs for grad in bucket.gradients(indices)]))
         for bucket, indices in pairs:
-            bucket.grads.measured(indices, [next(found) for _ in indices])
+            bucket.grads.measured(indices, [next(norms) for _ in indices])
 
     def norm(self, device: torch.device) -> Tensor:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
@@ -260,8 +260,8 @@ class Gradients:
 
     def norms(self) -> dict[str, Tensor]:
         """The norms that were computed, by parameter, in the order in which backward made the gradients."""
-        known = [(bucket, index) for bucket, index in self._landed_in if index in bucket.grads.norms]
-        return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
+        places = [(bucket, index) for bucket, index in self._landed_in if index in bucket.grads.norms]
+        return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in places}
 
     def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
         self._refuse_shared(bucket, index)

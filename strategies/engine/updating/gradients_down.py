@@ -48,8 +48,8 @@ class GradientsDown:
             return
         assert bucket.grad is not None
         if bucket.spec.grad_passes and self._accumulation == 1:  # the next bucket may take the slot at once
-            whole = [index for index in leaving if bucket.measures(index)]
-            bucket.grads.measured(whole, norms_of(bucket.gradients(whole)))
+            measurable = [index for index in leaving if bucket.measures(index)]
+            bucket.grads.measured(measurable, norms_of(bucket.gradients(measurable)))
         source = bucket.own(bucket.grad)
         if bucket.spec.grad_split:
             self._keep(bucket, source)
@@ -118,11 +118,11 @@ class GradientsDown:
         assert bucket.parked is not None
         self._transfer.host_wait(sent)
         self._transfer.uses(Stream.HOST, reads=[arrival], writes=[bucket.parked])
-        for change, some in (
+        for change, subset in (
             (torch._foreach_add_, summed.intersection(indices)),
             (torch._foreach_copy_, frozenset(indices) - summed),
         ):
-            places = [slice(piece.at, piece.at + piece.size) for piece in bucket.pieces_in(some)]
+            places = [slice(piece.at, piece.at + piece.size) for piece in bucket.pieces_in(subset)]
             if places:
                 change([bucket.parked[place] for place in places], [arrival[place] for place in places])
         return self._transfer.record(Stream.HOST)

@@ -47,8 +47,8 @@ class Moments:
         expanded = [list(flat[: sum(sizes)].split(sizes)) for flat in self._expanded]
         for number, views in enumerate(expanded):
             for chunk, view in zip(call, views, strict=True):
-                for part, codes, scales in self._rows(bucket, number, chunk, view):
-                    self._codec.moments[number].decode(codes, scales, part, self._spare(number, part))
+                for rows, codes, scales in self._rows(bucket, number, chunk, view):
+                    self._codec.moments[number].decode(codes, scales, rows, self._spare(number, rows))
         return expanded
 
     def _spare(self, number: int, part: Tensor) -> Tensor | None:
@@ -66,10 +66,10 @@ class Moments:
         for chunk, count, *views in zip(call, counts, *moments, strict=True):
             starts = self._starts(bucket, chunk, int(count), len(bucket.moments))
             for number, (start, view) in reversed(list(enumerate(zip(starts, views, strict=True)))):
-                for part, codes, scales in self._rows(bucket, number, chunk, view):
-                    noise = self._noise[start : start + part.numel()].view(part.shape)
-                    self._codec.moments[number].encode(part, noise, codes, scales, self._spare(number, part))
-                    start += part.numel()
+                for rows, codes, scales in self._rows(bucket, number, chunk, view):
+                    noise = self._noise[start : start + rows.numel()].view(rows.shape)
+                    self._codec.moments[number].encode(rows, noise, codes, scales, self._spare(number, rows))
+                    start += rows.numel()
 
     def expand_masters(self, masters: Sequence[Tensor]) -> list[Tensor]:
         """The masters of a call's chunks, which are in bf16, in fp32, in scratch memory."""
@@ -123,11 +123,11 @@ class Moments:
         if not resting.block:
             yield flat.view(1, -1), codes.view(1, -1), flat[:0]
             return
-        whole = flat.numel() // resting.block
+        full_rows = flat.numel() // resting.block
         first = bucket.first_blocks[chunk.index] + (chunk.start - bucket.spec.offsets[chunk.index]) // resting.block
         scales = bucket.scales[number][first:].unsqueeze(1)
-        end, coded = whole * resting.block, resting.code_bytes(whole * resting.block)
-        if whole:
-            yield flat[:end].view(whole, -1), codes[:coded].view(whole, -1), scales[:whole]
+        end, coded = full_rows * resting.block, resting.code_bytes(full_rows * resting.block)
+        if full_rows:
+            yield flat[:end].view(full_rows, -1), codes[:coded].view(full_rows, -1), scales[:full_rows]
         if end < flat.numel():
-            yield flat[end:].view(1, -1), codes[coded:].view(1, -1), scales[whole : whole + 1]
+            yield flat[end:].view(1, -1), codes[coded:].view(1, -1), scales[full_rows : full_rows + 1]

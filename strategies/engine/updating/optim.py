@@ -114,10 +114,10 @@ class UpdateRule:
         self.kind = kind
         self.kernel = KERNELS[kind]
         try:
-            made = class_of(kind)([nn.Parameter()], **options)
+            optimizer = class_of(kind)([nn.Parameter()], **options)
         except (TypeError, ImportError) as error:
             raise ValueError(f"{kind}: {error}") from None
-        self._defaults: dict[str, Any] = made.defaults
+        self._defaults: dict[str, Any] = optimizer.defaults
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -158,15 +158,15 @@ class UpdateRule:
             torch._foreach_copy_(on.grads, on.at_rest)
         if factor is not None:
             torch._foreach_mul_(on.grads, factor)
-        given = {name: group[name] for name in self.kernel.options}
-        if "betas" in given:
-            given["beta1"], given["beta2"] = given.pop("betas")
+        options = {name: group[name] for name in self.kernel.options}
+        if "betas" in options:
+            options["beta1"], options["beta2"] = options.pop("betas")
         if self.kernel.fuses:
-            given |= {"fused": group["fused"], "found_inf": bad, "grad_scale": None}
-        known = dict(zip(self.names, on.state, strict=True))
-        lists = [known.get(name, []) for name in STATE[self.kind]]
+            options |= {"fused": group["fused"], "found_inf": bad, "grad_scale": None}
+        state = dict(zip(self.names, on.state, strict=True))
+        lists = [state.get(name, []) for name in STATE[self.kind]]
         steps = [on.steps] if self.kernel.counts else []
-        self.kernel.call(on.params, on.grads, *lists, *steps, foreach=group.get("foreach"), maximize=False, **given)
+        self.kernel.call(on.params, on.grads, *lists, *steps, foreach=group.get("foreach"), maximize=False, **options)
         if not self.kernel.counts:
             torch._foreach_add_(on.steps, 1)
 

@@ -86,8 +86,8 @@ class Updates:
         bucket.submit(job)
         if bucket.spec.site is Site.HOST:
             waits = (bucket.grads.sent, bucket.arrived)
-            made = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits))
-            bucket.future = self._residency.rewritten(bucket, made)
+            future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits))
+            bucket.future = self._residency.rewritten(bucket, future)
             bucket.grads.take(bucket.future)
         elif bucket.updates_in_place:
             self.settle(bucket)
@@ -152,14 +152,14 @@ class Updates:
         transfer.uses(Stream.COMPUTE, reads=[grad], writes=[bucket.weight, *state])
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
         master, *moments = state if mixed else [weight, *state]
-        whole = Stretch(0, bucket.spec.share, master, moments, in_memory)
+        stretch = Stretch(0, bucket.spec.share, master, moments, in_memory)
         if flagged or not self._known_bad(job.scale):
             self._apply(
-                bucket, job, grad, whole, self._scratch if mixed else None, job.scale.factor,
+                bucket, job, grad, stretch, self._scratch if mixed else None, job.scale.factor,
                 job.scale.bad if flagged else None,
             )  # fmt: skip
         if mixed:
-            bucket.round_stretch(weight, whole)
+            bucket.round_stretch(weight, stretch)
         bucket.settled_on_device(used=transfer.record(Stream.COMPUTE))
         self._ranks.gather(bucket)
         if bucket.visit is None and bucket.copy is None:
@@ -242,26 +242,26 @@ class Updates:
         """
         counts = bucket.steps
         assert counts is not None
-        whole = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
-        limit = whole if scratch is None else scratch.numel()
+        most = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
+        limit = most if scratch is None else scratch.numel()
         if bucket.zeros_stay:
             limit = min(limit, SCRATCH_ELEMENTS)
         if self.moments is not None:
             limit = min(limit, self.moments.chunk)
         assert stretch.master is not None
         calls = list(chunks_of(bucket, job.touched, limit, stretch))
-        made = (self._operands(bucket, call, grad, stretch, scratch, counts) for call in calls)
+        operands = (self._operands(bucket, call, grad, stretch, scratch, counts) for call in calls)
         if self.moments is None and not bucket.zeros_stay:
-            self._rule.update_all(list(made), job.group, factor, bad)
+            self._rule.update_all(list(operands), job.group, factor, bad)
             return
-        for call, on in zip(calls, made, strict=True):
+        for call, on in zip(calls, operands, strict=True):
             at_rest = on
             if self.moments is not None:
                 on = replace(on, state=self.moments.expand(bucket, call))
             if bucket.spec.rounds:
                 assert self.moments is not None
                 on = replace(on, params=self.moments.expand_masters(at_rest.params))
-            masked = [each for each, chunk in zip(on.params, call, strict=True) if chunk.index in bucket.zeros_stay]
+            masked = [param for param, chunk in zip(on.params, call, strict=True) if chunk.index in bucket.zeros_stay]
             with zeros_stay(masked):
                 self._rule.update_all([on], job.group, factor, bad)
             if self.moments is not None:
@@ -285,7 +285,7 @@ class Updates:
         grads, at_rest = [grad[chunk.start : chunk.stop] for chunk in call], list[Tensor]()
         if bucket.spec.dtype != "float32":
             assert scratch is not None
-            sizes = [part.numel() for part in grads]
+            sizes = [view.numel() for view in grads]
             grads, at_rest = list(scratch[: sum(sizes)].split(sizes)), grads
         # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count on
         # copies.
