@@ -28,8 +28,7 @@ from deepstow.launch import plan as command
 from deepstow.strategies.core.layout import Bucket
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.planner.buckets import PARTS, block_bytes, form
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
-from deepstow.strategies.planner.hybrid.parts import Models
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Models, Size, Stowed
 from deepstow.strategies.planner.hybrid.search import Options, hybrid
 from deepstow.strategies.planner.hybrid.step_seconds import Pricing
 from deepstow.strategies.planner.step_cost import plan_cost, seconds_of

@@ -31,11 +31,10 @@ from deepstow.strategies.core.facts import (
     Work,
 )
 from deepstow.strategies.core.protocol import Refusal
-from deepstow.strategies.planner.cluster import Cluster
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
-from deepstow.strategies.planner.hybrid.parts import Models
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Models, Size, Stowed
 from deepstow.strategies.planner.hybrid.search import Options, hybrid
 from deepstow.strategies.planner.hybrid.step_seconds import Pricing
+from deepstow.strategies.planner.network import Cluster
 from deepstow.strategies.report.hybrid_table import shape
 from deepstow.strategies.report.table import table
 from deepstow.trainer.distributed.ranks import Ranks

@@ -139,7 +139,7 @@ def show(arguments: argparse.Namespace) -> None:
     machine, ranks = machine_of(arguments), ranks_of(arguments)
     from deepstow.strategies.parallel import deepspeed
     from deepstow.strategies.planner.step_cost import plan_cost
-    from deepstow.strategies.report import explain, full_report
+    from deepstow.strategies.report import full_report, plan_table
     from deepstow.trainer.planning import evaluation
     from deepstow.trainer.planning.fit import explained
     from deepstow.trainer.planning.from_config import advice, measure, plans_of, refuse_impossible, short
@@ -170,7 +170,7 @@ def show(arguments: argparse.Namespace) -> None:
         of_units = {unit.name: each for each in plans for unit in each.facts.units}
         if arguments.explain not in of_units:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(of_units)}")
-        write_line("\n".join(["", *explain.lines(of_units[arguments.explain], arguments.explain)]))
+        write_line("\n".join(["", *plan_table.explained(of_units[arguments.explain], arguments.explain)]))
     if arguments.deepspeed:
         write_line(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:

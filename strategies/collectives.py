@@ -7,7 +7,7 @@ Invariant. Ranks of a machine are added in their order, then machines in theirs,
 number of slices; all ranks end with the same bits. Rings add more than two ranks in an order of their own.
 
 How they exchange is said in ``strategies/engine/ranks/two_level.py``, what it takes in
-``strategies/planner/two_level.py``. Who exchanges: torch's DistributedDataParallel by a communication hook, DeepSpeed's
+``strategies/planner/network.py``. Who exchanges: torch's DistributedDataParallel by a communication hook, DeepSpeed's
 stage 0 between its backward and its step (``strategies/plugins/two_level.py``), and the memory engine. Refused: what
 exchanges otherwise, such as DeepSpeed's other stages, and machines with different numbers of ranks.
 
@@ -34,9 +34,9 @@ from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
 from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Removed, Strategy
 from deepstow.strategies.core.resume import on_resume
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.planner.compressed import bucket_bytes, reserves
-from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
-from deepstow.strategies.planner.two_level import SLICES, UNKNOWN, best, machines_of, phases
+from deepstow.strategies.planner.engine_bytes import MESSAGE_BYTES
+from deepstow.strategies.planner.lossy import bucket_bytes, reserves
+from deepstow.strategies.planner.network import SLICES, UNKNOWN, best, machines_of, phases
 
 ALONE = tuple(name for name in ELEMENTWISE if name not in BITSANDBYTES)  # whose state ranks save, each its own
 KEY, COMPRESS = "strategies.collectives.hierarchical", "strategies.collectives.compress"

@@ -33,7 +33,7 @@ from deepstow.strategies.core.protocol import (
     compared_with,
 )
 from deepstow.strategies.parallel import deepspeed
-from deepstow.strategies.planner.expert_slices import Exchanges, exchanges_of
+from deepstow.strategies.planner.overlap import Exchanges, exchanges_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -45,7 +45,7 @@ from deepstow.strategies.core.resume import on_resume
 from deepstow.strategies.core.sizes import AUTO, check_budget, check_size, check_size_or_auto, human, parse_bytes
 from deepstow.strategies.planner import edits, keep_or_offload, memory_rows
 from deepstow.strategies.planner.budget import device_budget, host_budget
-from deepstow.strategies.planner.exchanges import from_host
+from deepstow.strategies.planner.network import from_host
 from deepstow.strategies.planner.places import OffloadRequest
 from deepstow.strategies.planner.step_cost import plan_cost
 

@@ -29,7 +29,7 @@ from deepstow.strategies.core.optimizers import ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Kind, Plan, Reserve, Share, When
 from deepstow.strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy, is_older
 from deepstow.strategies.planner.cuts import DEPTHS, Schedule, complaint, cut, work
-from deepstow.strategies.planner.pipeline_bytes import message_bytes, received_bytes
+from deepstow.strategies.planner.engine_bytes import message_bytes, received_bytes
 
 KEY = "strategies.pipeline"
 RETURNS_FROM = (2, 13)  # releases of torch

@@ -22,7 +22,7 @@ from pydantic import Field
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
 from deepstow.strategies.core.protocol import Axis, FitOptions, Parity, Phase, Refusal, Strategy, compared_with
-from deepstow.strategies.planner.exchanges import slices_bytes
+from deepstow.strategies.planner.network import slices_bytes
 
 if TYPE_CHECKING:
     from torch import nn

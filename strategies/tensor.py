@@ -30,9 +30,10 @@ from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, 
 from deepstow.strategies.core.protocol import LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
 from deepstow.strategies.core.resume import on_resume
 from deepstow.strategies.parallel import autotp, deepspeed
-from deepstow.strategies.planner import exchanged_rows
-from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
-from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.planner.engine_bytes import boundary_bytes
+from deepstow.strategies.planner.lossy import ROWS, rows_message_bytes, rows_words
+from deepstow.strategies.planner.network import UNKNOWN
+from deepstow.strategies.planner.overlap import UNDER_WAY, Passes, divisors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,8 +179,8 @@ class Tensor(Strategy):
             size = 2 * boundary_bytes(facts.run) // self._chunks(facts)  # gradients of a chunk, before and behind
             yield Reserve(unit=RUN, reason=self._words(facts), owner=UNDER_WAY, num_bytes=size, in_passes=True)
         if self.lossy is not None:
-            size, words = exchanged_rows.message_bytes(facts.run, self.lossy.tokens), self._exchanged(facts)
-            yield Reserve(unit=RUN, reason=words, owner=exchanged_rows.OWNER, num_bytes=size, in_passes=True)
+            size, words = rows_message_bytes(facts.run, self.lossy.tokens), self._exchanged(facts)
+            yield Reserve(unit=RUN, reason=words, owner=ROWS, num_bytes=size, in_passes=True)
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def _chunks(self, facts: Facts) -> int:
@@ -199,7 +200,7 @@ class Tensor(Strategy):
     def _exchanged(self, facts: Facts) -> str:
         assert self.lossy is not None
         how = self.lossy
-        return exchanged_rows.words(facts, how.words, how.tokens, how.bits, segmented=how.codec == "segmented")
+        return rows_words(facts, how.words, how.tokens, how.bits, segmented=how.codec == "segmented")
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         from deepstow.strategies.parallel import scattered, tensor_adapters, tensor_shards

@@ -24,7 +24,7 @@ from deepstow.strategies.core.facts import Facts, Precision, RunFacts
 from deepstow.strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
 from deepstow.strategies.core.protocol import BITWISE, FitOptions, Parity, Phase, Refusal, Requirement, Strategy
 from deepstow.strategies.parallel import deepspeed
-from deepstow.strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
+from deepstow.strategies.planner.engine_bytes import SPLIT_FROM, buffers, element_bytes
 
 if TYPE_CHECKING:
     from torch import nn

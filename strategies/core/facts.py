@@ -301,7 +301,7 @@ class Rates:
     net_bytes_per_s: float | None = None  # a rank to others of its machine, and from them; None: by way of the host
     net_latency_s: float = 1e-5  # per hop of a message between ranks of a machine, in addition to its bytes
     net_across_bytes_per_s: float | None = None  # to ranks of other machines; None: unknown
-    net_across_latency_s: float = 17e-6  # from where: strategies/planner/cluster.py
+    net_across_latency_s: float = 17e-6  # from where: strategies/planner/network.py
     # Of each drive for optimizer state, past the page cache; by default what one of PCI Express 4 may sustain.
     disk_read_bytes_per_s: float = 5e9
     disk_write_bytes_per_s: float = 2e9

@@ -13,7 +13,7 @@ from deepstow.strategies.core.facts import Facts, Precision, UnitKind
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import is_older
 from deepstow.strategies.parallel import autotp
-from deepstow.strategies.planner.zero_bytes import bucket_elements, largest_block, live_elements
+from deepstow.strategies.planner.engine_bytes import bucket_elements, largest_block, live_elements
 
 STAGE_3_FROM = (5, 23)  # releases of Transformers
 TENSOR_DEGREE = "tensor_parallel.autotp_size"

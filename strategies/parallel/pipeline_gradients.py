@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from deepstow.strategies.parallel import tensor_shards
 from deepstow.strategies.parallel.pipelining import Pipeline
-from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from deepstow.strategies.planner.engine_bytes import MESSAGE_BYTES
 
 
 class StageGradients:

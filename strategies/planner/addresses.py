@@ -1,9 +1,9 @@
 """Addresses: one spot in an arena for every need of a layout.
 
 What is permanent comes first, in order of use; before it, on the host, what other ranks read. Travelling weights
-follow, packed by their resident ticks (``packing.py``): two may share bytes if they are never on the device at the same
-tick. Gradients, arrivals and visiting states pass in order through pools of slots, the k-th member of a pool through
-slot k modulo their number. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
+follow, packed by their resident ticks: two may share bytes if they are never on the device at the same tick.
+Gradients, arrivals and visiting states pass in order through pools of slots, the k-th member of a pool through slot k
+modulo their number. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
 
 A pool has slots of its largest member's size. A head of 250 MiB would make each slot so large for blocks of 86 MiB; so
 members are grouped by size (``size_classes``), each class with as many slots as the layout has for the item, or as it
@@ -15,10 +15,11 @@ is enough to cut the sorted sizes, which is a shortest path. One member more nev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from math import inf
 
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import (
@@ -33,9 +34,6 @@ from deepstow.strategies.core.layout import (
     needs,
     read_by_all,
 )
-from deepstow.strategies.planner.packing import Packing, Piece, pack
-
-packed = lru_cache(maxsize=64)(pack)  # a search packs the same weights again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,11 @@ def all_needs(layout: Layout) -> list[Need]:
     return [need for bucket in layout.buckets for need in needs(bucket, layout)]
 
 
+def held_bytes(found: Iterable[Need], tier: Tier) -> int:
+    """What these needs are of one tier, outside of slots."""
+    return sum(aligned(need.num_bytes, tier) for need in found if need.tier is tier and not need.passes)
+
+
 def travelling(layout: Layout) -> list[Bucket]:
     """Buckets whose weights are not always on the device, in order."""
     return [bucket for bucket in layout.buckets if not bucket.resident]
@@ -102,7 +105,7 @@ def weight_packing(layout: Layout) -> Packing:
         together.setdefault((bucket.units, bucket.resident_ticks), []).append(index)
     sizes = [aligned(bucket.weight_bytes) for bucket in moving]
     groups = list(together.values())
-    packing = packed(tuple([Piece(sum(sizes[i] for i in some), moving[some[0]].resident_ticks) for some in groups]))
+    packing = pack(tuple([Piece(sum(sizes[i] for i in some), moving[some[0]].resident_ticks) for some in groups]))
     offsets = [0] * len(moving)
     for start, group in zip(packing.offsets, groups, strict=True):
         for index, offset in zip(group, accumulate((sizes[i] for i in group), initial=start), strict=False):
@@ -174,3 +177,103 @@ def slot_numbers(layout: Layout) -> dict[tuple[str, Item], int]:
     # Pieces of a bucket pass the window one by one; here as if it had slots for whole ones: it is as busy then.
     found |= {(name, Item.WINDOW): first + index % layout.window_slots for index, name in enumerate(held)}
     return found
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes that are alive in half-open ranges of ticks, ascending, at least one."""
+
+    num_bytes: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def duration(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """An offset for each piece, the arena, and the lower bound on any arena."""
+
+    offsets: tuple[int, ...]
+    arena: int
+    bound: int
+
+
+def max_live(pieces: Sequence[Piece]) -> int:
+    """Bytes alive at the worst tick."""
+    changes: dict[int, int] = {}
+    for piece in pieces:
+        for start, end in piece.spans:
+            changes[start] = changes.get(start, 0) + piece.num_bytes
+            changes[end] = changes.get(end, 0) - piece.num_bytes
+    worst = alive = 0
+    for tick in sorted(changes):
+        alive += changes[tick]
+        worst = max(worst, alive)
+    return worst
+
+
+@lru_cache(maxsize=64)  # a search packs the same weights again and again
+def pack(pieces: tuple[Piece, ...]) -> Packing:
+    """The smallest arena that is found; the result does not depend on the order of the pieces."""
+    by_span = sorted(range(len(pieces)), key=lambda index: (pieces[index].spans, pieces[index].num_bytes))
+    bound, overlapping = max_live(pieces), _overlapping(pieces)
+    found: list[Packing] = []
+    for key in _ORDERS:
+        ranks = [key(piece) for piece in pieces]
+        order = sorted(by_span, key=ranks.__getitem__)  # stable: equal ranks keep their order
+        for best_fit in (False, True):
+            offsets = _placed(pieces, overlapping, order, best_fit=best_fit)
+            found.append(Packing(tuple(offsets), _top(pieces, offsets), bound))
+            if found[-1].arena == bound:
+                return found[-1]
+    return min(found, key=lambda packing: packing.arena)
+
+
+_ORDERS: tuple[Callable[[Piece], int], ...] = (
+    lambda piece: -piece.num_bytes,
+    lambda piece: -piece.num_bytes * piece.duration,
+    lambda piece: -piece.duration,
+    lambda piece: piece.spans[0][0],
+)
+
+
+def _top(pieces: Sequence[Piece], offsets: Sequence[int]) -> int:
+    """The end of the highest piece."""
+    return max((offset + piece.num_bytes for offset, piece in zip(offsets, pieces, strict=True)), default=0)
+
+
+def _placed(
+    pieces: Sequence[Piece], overlapping: Sequence[Sequence[int]], order: Iterable[int], *, best_fit: bool
+) -> list[int]:
+    """An offset for each piece, placed in ``order`` in the lowest hole between those that are alive with it.
+
+    Args:
+        overlapping: per piece, those that are alive at the same time.
+        best_fit: in the smallest hole instead.
+    """
+    offsets = [-1] * len(pieces)
+    for index in order:
+        size, floor = pieces[index].num_bytes, 0
+        taken = [(offsets[other], pieces[other].num_bytes) for other in overlapping[index] if offsets[other] >= 0]
+        holes: list[tuple[float, int]] = []  # size and offset of those that are large enough
+        for start, num_bytes in sorted(taken):
+            if start - floor >= size:
+                holes.append((start - floor, floor))
+            floor = max(floor, start + num_bytes)
+        holes.append((inf, floor))
+        offsets[index] = (min(holes) if best_fit else holes[0])[1]
+    return offsets
+
+
+def _overlapping(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Per piece, the others that are alive at the same time."""
+    masks = [sum((1 << end) - (1 << start) for start, end in piece.spans) for piece in pieces]  # the ticks as bits
+    return [
+        [other for other, theirs in enumerate(masks) if mask & theirs and other != index]
+        for index, mask in enumerate(masks)
+    ]

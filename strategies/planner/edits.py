@@ -1,6 +1,6 @@
 """Edits of the config that would make the step faster, each planned again, ranked by tokens per second.
 
-They are ranked by the estimate that also ranks layouts (``estimate.py``), before and after the edit, so that all of
+They are ranked by the estimate that also ranks layouts (``step_cost.py``), before and after the edit, so that all of
 them together cost less than one plan. An edit that changes the training itself (its batch, its clipping) says so.
 """
 

@@ -21,9 +21,8 @@ from deepstow.strategies.core.layout import (
     Layout,
     Site,
     aligned,
+    common_needs,
     parks_in_copy,
-    received_bytes,
-    scratch_bytes,
 )
 from deepstow.strategies.core.plan import RUN, Kind, Plan, Reserve, Share
 from deepstow.strategies.planner.addresses import all_needs, slot_pools, weight_packing
@@ -43,6 +42,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.EXPANDED: ("expanded moments", "those that are updated, in fp32, and noise to round them"),
     Item.WINDOW: ("slots for state from the disk", "state that is read, updated or written"),
 }
+FIRST = (Item.SCRATCH, Item.WEIGHT, Item.RECEIVED, Item.EXPANDED, Item.WINDOW, Item.CODES)  # of them, in the table
 UPDATES: Mapping[Site, str] = {
     Site.NONE: "frozen",
     Site.DEVICE: "updated on the device",
@@ -160,13 +160,13 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
 
 def _shared_bytes(layout: Layout, tier: Tier) -> dict[Item, int]:
     """Bytes of slots, scratch, update counts, and gradients that wait for the CPU's update."""
-    totals = Counter[Item]()
+    totals = Counter[Item](dict.fromkeys(FIRST, 0))
+    for need in common_needs(layout):
+        if need.tier is tier:
+            totals[need.item] = aligned(need.num_bytes, tier)
     if tier is Tier.DEVICE:
-        totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
-        totals[Item.RECEIVED], totals[Item.CODES] = received_bytes(layout), aligned(layout.codes_bytes)
-    if tier is Tier.HOST:
-        totals[Item.EXPANDED] = aligned(layout.expanded_bytes, tier)
-        totals[Item.WINDOW] = layout.window_bytes
+        totals[Item.WEIGHT] = weight_packing(layout).arena
+    else:
         encoded = [bucket for bucket in layout.buckets if bucket.frozen_as and not bucket.resident]
         whole = sum(FORMATS[bucket.frozen_as].bits // 8 * bucket.num_elements for bucket in encoded)
         totals[Item.CODES] = sum(bucket.copy_bytes for bucket in encoded) - whole

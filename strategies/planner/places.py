@@ -32,7 +32,7 @@ from deepstow.strategies.core.layout import (
     ticks_of,
     uses,
 )
-from deepstow.strategies.planner.addresses import size_classes
+from deepstow.strategies.planner.addresses import held_bytes, size_classes
 from deepstow.strategies.planner.buckets import capacity, form, offloadable
 
 
@@ -152,7 +152,6 @@ class Places:
         self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None, *, direct: bool = False
     ) -> None:
         self.request = request
-        self.bucket_bytes = bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
         self.buckets = form(facts, size, request.shards, frozen_as=request.frozen_as)
         if request.rounds:
@@ -291,10 +290,6 @@ class Places:
         cost = self._costs(self._like[index], at)
         return cost.host + cost.copy
 
-    def device_bytes(self, index: int, at: Place, *, away: bool) -> int:
-        """Bytes of the device that a bucket has outside of slots, while its weight is there or ``away``."""
-        return self._costs(self._like[index], at).device - away * self._weights[index]
-
     def layout(self, placement: Placement) -> Layout:
         """All buckets as ``placement`` places them, every weight resident."""
         return replace(self.empty, buckets=tuple(map(self._bucket, range(len(placement)), placement)))
@@ -360,19 +355,15 @@ class Places:
 
     def _cost(self, index: int, place: Place) -> _Cost:
         bucket = self._bucket(index, place)
-        stays, leaves = (
-            [(need, aligned(need.num_bytes, need.tier)) for need in needs(one, self.empty)]
-            for one in (bucket, replace(bucket, resident_ticks=((0, 1),)))
-        )
-        host, away = (
-            sum(size for need, size in found if not need.passes and need.tier is Tier.HOST) for found in (stays, leaves)
-        )
+        away = replace(bucket, resident_ticks=((0, 1),))
+        stays, leaves = ([*needs(one, self.empty)] for one in (bucket, away))
+        host = held_bytes(stays, Tier.HOST)
         return _Cost(
-            device=sum(size for need, size in stays if not need.passes and need.tier is Tier.DEVICE),
+            device=held_bytes(stays, Tier.DEVICE),
             host=host,
-            copy=away - host,
-            passing=tuple((need.item, size) for need, size in stays if need.passes),
+            copy=held_bytes(leaves, Tier.HOST) - host,
+            passing=tuple((need.item, aligned(need.num_bytes, need.tier)) for need in stays if need.passes),
             scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
             window=self.empty.window_of(bucket) if bucket.state_on_disk else (0, 0),
-            ring=sum(size for need, size in leaves if bucket.weight_on_disk and need.item is Item.COPY),
+            ring=sum(aligned(n.num_bytes, n.tier) for n in leaves if bucket.weight_on_disk and n.item is Item.COPY),
         )

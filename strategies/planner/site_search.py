@@ -1,7 +1,7 @@
 """The search over sites: who updates which bucket, and where gradients wait, so that the simulated step is shortest.
 
 It starts at mixes: a share of the blocks' bytes stays on the device, evenly spread, a share of the rest is streamed,
-and embedding and head are anywhere. The best by an estimate (``estimate.py``) are worked out: they get their weights'
+and embedding and head are anywhere. The best by an estimate (``step_cost.py``) are worked out: they get their weights'
 schedule (``weight_schedule.py``) and are simulated. Then the shares of the best are changed. In other kinds of buckets
 this begins at the best mix of the first kind. In the kind that is fastest by then a climb goes on: a run of
 neighbouring buckets gets another place, or two runs do, or they exchange theirs. A third of the moves is of whole
@@ -28,13 +28,12 @@ from typing import NamedTuple, TypeAlias
 from deepstow.strategies.core.facts import Facts, Tier
 from deepstow.strategies.core.layout import Layout, Site
 from deepstow.strategies.planner.addresses import place
-from deepstow.strategies.planner.estimate import Estimate
 from deepstow.strategies.planner.least_memory import fewest_copies
 from deepstow.strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
 from deepstow.strategies.planner.problem import Tick
 from deepstow.strategies.planner.simulate import simulated_period
 from deepstow.strategies.planner.spill import off_disk, spilled
-from deepstow.strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
+from deepstow.strategies.planner.step_cost import Estimate, evictions_of, problem_of, seconds_of, ticks_of_units
 from deepstow.strategies.planner.weight_schedule import WINDOW, Alone, DoesNotFit, alone, fitted, only_while_used
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing

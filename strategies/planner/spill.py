@@ -17,9 +17,9 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from deepstow.strategies.core.facts import Tier
-from deepstow.strategies.core.layout import Bucket, Layout, Site, aligned, needs
+from deepstow.strategies.core.layout import Bucket, Layout, Site, needs
 from deepstow.strategies.core.on_disk import bytes_on_disk, hold_weights, weight_bytes_on_disk
-from deepstow.strategies.planner.addresses import place
+from deepstow.strategies.planner.addresses import held_bytes, place
 from deepstow.strategies.planner.places import Place, Placement, Places
 
 Change: TypeAlias = tuple[int, Any]  # the fields of a bucket, by index, that become others
@@ -123,9 +123,7 @@ def off_disk(layout: Layout, host_room: int) -> Layout:
 
 
 def _held(bucket: Bucket, layout: Layout) -> int:
-    """Bytes of the host, without slots."""
-    found = (need for need in needs(bucket, layout) if need.tier is Tier.HOST and not need.passes)
-    return sum(aligned(need.num_bytes, Tier.HOST) for need in found)
+    return held_bytes(needs(bucket, layout), Tier.HOST)
 
 
 def _changed(layout: Layout, changes: Iterable[Change]) -> Layout:

@@ -161,13 +161,6 @@ class TaskBuilder:
         self._slot = None
         return self._compute
 
-    def _on_cpu(self, label: str, touched_bytes: int, after: Iterable[Task | None]) -> Task:
-        """Work of the CPU that is as fast as its memory."""
-        task = self._task(Resource.CPU, label, after)
-        task.touched_bytes = touched_bytes
-        task.seconds = touched_bytes / self._problem.shared.dram
-        return task
-
     def _occupy(self, slot: int | None, until: Task) -> None:
         if slot is not None:
             self._slots[slot] = until
@@ -253,7 +246,9 @@ class TaskBuilder:
             self._slot = down
         self._landed[weight] = down
         if update.grad_tier is Tier.HOST and not is_first:
-            added = self._on_cpu(f"sum {name}", SUM_NUMBERS * update.grad_bytes, [down])
+            added = self._task(Resource.CPU, f"sum {name}", [down])
+            added.touched_bytes = SUM_NUMBERS * update.grad_bytes
+            added.seconds = added.touched_bytes / self._problem.shared.dram  # the CPU is as fast as its memory
             added.priority = (self._at, -1, self._problem.rank[weight])
             self._occupy(slot, added)
             self._landed[weight] = added

@@ -26,8 +26,7 @@ from typing import TypeAlias
 from deepstow.strategies.core.facts import Facts, Rates
 from deepstow.strategies.core.layout import Layout, Range, aligned, ticks_of, uses
 from deepstow.strategies.core.on_disk import read_bytes
-from deepstow.strategies.planner.addresses import packed
-from deepstow.strategies.planner.packing import Piece
+from deepstow.strategies.planner.addresses import Piece, pack
 from deepstow.strategies.planner.problem import Eviction, Gap, Problem, at_need, least_memory, need_order, present_ticks
 from deepstow.strategies.planner.simulate import SAME, reload_period
 from deepstow.strategies.planner.step_cost import problem_of
@@ -238,5 +237,5 @@ def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction,
 def _num_bytes(problem: Problem, there: Sequence[tuple[Range, ...]]) -> int:
     """Device bytes of the weights, which are all that may be offloaded: resident, or packed."""
     pairs = [(weight.num_bytes, ticks) for weight, ticks in zip(problem.weights, there, strict=True)]
-    packing = packed(tuple([Piece(size, ticks) for size, ticks in pairs if ticks]))
+    packing = pack(tuple([Piece(size, ticks) for size, ticks in pairs if ticks]))
     return sum(size for size, ticks in pairs if not ticks) + packing.arena

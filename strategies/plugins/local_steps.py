@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.engine.optimizer import StowOptimizer
-from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from deepstow.strategies.planner.engine_bytes import MESSAGE_BYTES
 from deepstow.strategies.plugins.compressed import SENT, Compressed, average, codec_of
 from deepstow.strategies.state.saved_state import MASTER
 

@@ -75,8 +75,8 @@ def headline(plan: Plan, cost: StepCost) -> str:
     """The simulated step on one line; in a pipeline that of one stage."""
     run = plan.facts.run
     step = f"simulated step: {cost.seconds:.3g} s"
-    if run.stages > 1:  # in gpipe and 1f1b it waits for as many micro-batches as there are other stages
-        waiting = cost.seconds + (run.stages - 1) / run.accumulation * cost.compute_seconds
+    if run.stages > 1:
+        waiting = cost.seconds + cost.waits_s(run)
         step = f"simulated step of this stage: {cost.seconds:.3g} s alone, {waiting:.3g} s if all take as long"
     return (
         f"{step}, of which forward and backward {cost.compute_seconds:.3g} s "

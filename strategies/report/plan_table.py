@@ -1,5 +1,5 @@
 """The plan as a table: what is needed and what the machine has, then one row for the embedding, all blocks and the head
-per tier, which says who decided it and why.
+per tier, which says who decided it and why; and every answer about one unit.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from deepstow.strategies.core.facts import Unit, UnitKind
 from deepstow.strategies.core.grid import Cell, Grid
 from deepstow.strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads, ticks_of, uses
-from deepstow.strategies.core.plan import Kind, Plan, Tier, When
+from deepstow.strategies.core.plan import CHUNKS, INPUT, NONE, Impl, Keep, Kind, Plan, Tier, When
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.budget import loading_bytes, writing_bytes
-from deepstow.strategies.planner.compressed import words
-from deepstow.strategies.planner.exchanged_rows import OWNER as EXCHANGED
-from deepstow.strategies.planner.exchanges import crosses, leaving, sum_bound
-from deepstow.strategies.planner.hybrid.chunks import UNDER_WAY
+from deepstow.strategies.planner.lossy import ROWS, words
 from deepstow.strategies.planner.memory_rows import UPDATES
+from deepstow.strategies.planner.network import crosses, leaving, sum_bound
+from deepstow.strategies.planner.overlap import UNDER_WAY
 from deepstow.strategies.report.table import table as aligned
 
 BUCKETS = ("buckets", "bytes", "update", "gradients wait", "weights", "address on the device")
 HEADER = ("unit", "tier", "each rank", *(kind.value for kind in Kind), "decided by", "why")
+EXPLAINED = ("what", "where", "each rank", "bytes", "decided by", "why")
 IN_RAM = {Tier.DEVICE: "this machine's RAM", Tier.HOST: "the same RAM"}  # without an accelerator
 SAVED = "saved for backward"
 SHOWN = 8  # copies and stages side by side; of more, the first ones
@@ -146,13 +146,17 @@ def _buffer_lines(plan: Plan) -> Iterator[str]:
                 yield f"buffers on the {tier.value}, {when.value}: {parts}"
 
 
+def tiers_of(plan: Plan) -> list[Tier]:
+    """Those that have a line of their own: without an accelerator the device is the host, and its line covers both."""
+    used = plan.facts.machine.has_accelerator or plan.states(Tier.HOST) or plan.hosted_bytes()
+    return list(Tier) if used else [Tier.DEVICE]
+
+
 def summary(plan: Plan) -> Iterator[str]:
     """Predicted peak and room per tier of one rank."""
     machine = plan.facts.machine
     has = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes}
-    for tier in Tier:
-        if tier is Tier.HOST and not machine.has_accelerator and not plan.states(tier) and not plan.hosted_bytes():
-            continue  # the device is the host: the line above covers it
+    for tier in tiers_of(plan):
         peak = plan.peak(tier)
         room = has[tier] - peak
         rest = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
@@ -173,7 +177,7 @@ def summary(plan: Plan) -> Iterator[str]:
         yield f"while the model is written, first rank, host: up to {human(writing)}"
     if plan.facts.run.two_level:
         yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner.startswith("collectives"))
-    yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner in (UNDER_WAY, EXCHANGED))
+    yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner in (UNDER_WAY, ROWS))
     if plan.facts.run.compression is not None:
         yield words(
             plan.facts, spans=plan.layout is not None and any(bucket.shards > 1 for bucket in plan.layout.buckets)
@@ -188,6 +192,53 @@ def _whole_experts(plan: Plan) -> Iterator[str]:
     if plan.facts.run.num_experts and 0 < packed < whole:
         size = human(whole * plan.facts.run.frozen_bytes)
         yield f"fused experts are not quantised: {size} stay as they are, since bitsandbytes packs linear layers alone"
+
+
+# --- one unit ---------------------------------------------------------------------------------------------------------
+
+
+def explained(plan: Plan, name: str) -> Iterator[str]:
+    """A table of the tensors of the unit called ``name``, and below it what forward and backward do."""
+    unit = plan.facts.unit(name)
+    yield f"{name}: {unit.num_params:,} parameters, {unit.num_trainable:,} of them trained"
+    rows = rows_of(plan, unit)
+    cells = [
+        (row.tensors, row.tier.value, "all" if row.shards == 1 else f"1/{row.shards}", human(row.num_bytes),
+         row.decided_by, row.reason)
+        for row in rows
+    ]  # fmt: skip
+    yield from aligned(EXPLAINED, cells, {"bytes"})
+    keep, by = next((each, by) for each, by in plan.answers.values() if isinstance(each, Keep) and each.unit == name)
+    yield f"backward: {_backward(keep)} [{by}: {keep.reason}]"
+    impl, by = next((each, by) for each, by in plan.answers.values() if isinstance(each, Impl) and each.unit == name)
+    yield f"computed: {impl.implementation} [{by}: {impl.reason}]"
+    yield from _moved(plan, name)
+    yield from _launched(unit)
+
+
+def _backward(keep: Keep) -> str:
+    if keep.policy == NONE:
+        return "uses all that forward saved"
+    if keep.policy == CHUNKS:
+        return "computes the softmax of the logits again, by chunks"
+    kept = ["the input", *(each for each in keep.kept if each != INPUT)]
+    waits = f"; on the host meanwhile: {', '.join(keep.hosted)}" if keep.hosted else ""
+    return f"runs forward again; kept: {', '.join(kept)}{waits}"
+
+
+def _moved(plan: Plan, name: str) -> Iterator[str]:
+    """The buckets in which its weights are copied and updated."""
+    buckets = [bucket for bucket in plan.layout.buckets if name in bucket.units] if plan.layout is not None else []
+    if buckets:
+        come = sum(not bucket.resident for bucket in buckets)
+        yield f"buckets: {', '.join(bucket.name for bucket in buckets)}; the weights of {come} come for each use"
+
+
+def _launched(unit: Unit) -> Iterator[str]:
+    """How many operators of it a device is given one by one, if they were counted."""
+    if unit.launches:
+        backward = unit.launches_back or "not counted"
+        yield f"operators of a micro-batch that are launched one by one: forward {unit.launches}, backward {backward}"
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from deepstow.strategies.core.plan import BASELINE, CHUNKS, Decision, Keep, Kind
 from deepstow.strategies.core.protocol import Axis
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.budget import loading_bytes
-from deepstow.strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
+from deepstow.strategies.planner.step_cost import cost_of, device_update, empty, plan_cost
 from deepstow.strategies.planner.tasks import Resource
-from deepstow.strategies.report.plan_table import order_of
+from deepstow.strategies.report.plan_table import order_of, tiers_of
 
 MOST, MOST_STRATEGIES, MOST_EDITS = 12, 4, 3  # lines
 LABEL = 16  # columns
@@ -64,11 +64,9 @@ def simulated(plan: Plan) -> Step | None:
             return None
         facts = plan.facts_as_kept()
         cost = cost_of(facts, empty(facts), rates)
-        update_s = TOUCHED_BYTES * facts.num_trainable / rates.device_bytes_per_s
-    # A stage of a pipeline waits for as many micro-batches as there are other stages.
-    waits_s = (run.stages - 1) / run.accumulation * cost.compute_seconds
+        update_s = device_update(facts.num_trainable, rates)
     binds = cost.outcome.binds
-    seconds = cost.seconds + update_s + waits_s
+    seconds = cost.seconds + update_s + cost.waits_s(run)
     path_s = cost.outcome.critical[binds] + update_s * (binds is Resource.COMPUTE)
     return Step(seconds, binds, path_s / seconds, cost.origin)
 
@@ -143,9 +141,7 @@ def _memory(plans: Sequence[Plan], plan: Plan, budgets: Mapping[Tier, int]) -> I
     ranks = " on each rank" if plan.facts.run.world_size > 1 else ""
     if len(plans) > 1:
         ranks = f" on each rank of stage {plan.facts.run.stage}, which needs most"
-    for tier in Tier:
-        if tier is Tier.HOST and not machine.has_accelerator and not plan.states(tier) and not plan.hosted_bytes():
-            continue  # the line above covers it
+    for tier in tiers_of(plan):
         words = f"{human(plan.peak(tier))} of {human(budgets[tier])}{ranks}"
         if tier is Tier.DEVICE and not machine.has_accelerator:
             words += " (no accelerator: of this machine's own)"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepstow.strategies.engine.transfer.transfer import Transfer
-from deepstow.strategies.planner.hybrid import pipeline_clock
+from deepstow.strategies.planner.hybrid.step_seconds import in_order
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
@@ -121,7 +121,7 @@ def both(
     tasks = None
     if "order" in case and not layers:  # of the first of three stages, which has most micro-batches under way
         count = case["accumulation"]
-        tasks = list(pipeline_clock.order(0, 3, count))
+        tasks = [(backward, number) for stage, backward, number in in_order(3, count) if stage == 0]
         if case["order"] == "gpipe":
             tasks = [(backward, number) for backward in (False, True) for number in range(count)]
     order: dict[str, Any] = {"tasks": tasks, "layers": layers, "draws": case["model"] in DRAWING}

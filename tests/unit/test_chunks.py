@@ -9,7 +9,7 @@ from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import MachineFacts, UnitTimes
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.core.registry import find
-from deepstow.strategies.planner.hybrid.chunks import Passes, Table, divisors, seconds
+from deepstow.strategies.planner.overlap import Passes, Table, chunk_seconds, divisors
 from tests.helpers.fakes import facts
 from tests.unit.test_rates import some_rates
 
@@ -48,7 +48,7 @@ def test_seconds_are_those_of_the_clock() -> None:
     for _ in range(200):
         tables = chain(draw, draw.randint(1, 4))
         for many in tables[0]:
-            assert abs(seconds(tables, many) - clocked(tables, many)) < 1e-12
+            assert abs(chunk_seconds(tables, many) - clocked(tables, many)) < 1e-12
 
 
 def test_the_smallest_number_that_is_nearly_the_fastest() -> None:

@@ -11,9 +11,16 @@ from deepstow.strategies.collectives import Collectives
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts
 from deepstow.strategies.core.protocol import Refusal
-from deepstow.strategies.planner.cluster import Cluster, Wire
-from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
-from deepstow.strategies.planner.two_level import GATHERS, best, phases
+from deepstow.strategies.planner.network import (
+    GATHERS,
+    Cluster,
+    Wire,
+    best,
+    gather_rate,
+    leaving,
+    phases,
+    sums_slowdown,
+)
 from deepstow.strategies.plugins.two_level import average_gradients
 from deepstow.strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts

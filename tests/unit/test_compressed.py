@@ -12,7 +12,7 @@ from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, MachineFacts, Precision
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.core.registry import find
-from deepstow.strategies.planner.compressed import kept_bytes, reserves, sent_bytes, words
+from deepstow.strategies.planner.lossy import kept_bytes, reserves, sent_bytes, words
 from deepstow.strategies.plugins.codec_int8 import BLOCK, decoded, encoded
 from deepstow.strategies.report import plan_table
 from deepstow.trainer.errors import ExitCode

@@ -7,7 +7,7 @@ import torch
 
 from deepstow.strategies.core.facts import Tier, UnitKind
 from deepstow.strategies.core.plan import Kind
-from deepstow.strategies.planner.expert_slices import layer_seconds
+from deepstow.strategies.planner.overlap import layer_seconds
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe

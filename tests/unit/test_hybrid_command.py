@@ -18,8 +18,7 @@ from deepstow.strategies.core.plan import Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid import keys
 from deepstow.strategies.planner.hybrid.account import Account
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed
-from deepstow.strategies.planner.hybrid.parts import Model, Models
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Model, Models, Size, Stowed
 from deepstow.trainer.config.load import build, load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.machine.profiles import profile, sized

@@ -23,16 +23,20 @@ from deepstow.strategies.core.facts import (
 )
 from deepstow.strategies.core.plan import Kind, Tier
 from deepstow.strategies.core.registry import find
-from deepstow.strategies.planner.cluster import Cluster, Wire
 from deepstow.strategies.planner.cuts import Schedule
+from deepstow.strategies.planner.engine_bytes import boundary_bytes
 from deepstow.strategies.planner.hybrid import keys
 from deepstow.strategies.planner.hybrid.account import Account, Bytes, state_bytes
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed, is_possible
-from deepstow.strategies.planner.hybrid.parts import Model, Models
-from deepstow.strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds, order
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Model, Models, Size, Stowed, is_possible
 from deepstow.strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
-from deepstow.strategies.planner.hybrid.step_seconds import Pricing
-from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.planner.hybrid.step_seconds import (
+    Pricing,
+    StageSeconds,
+    in_order,
+    last_backwards,
+    least_seconds,
+)
+from deepstow.strategies.planner.network import Cluster, Wire
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.machine.profiles import profile
@@ -477,7 +481,7 @@ def test_equal_stages_take_the_closed_form_and_have_so_many_in_flight() -> None:
             assert last_backwards(same, micro_batches)[0] == (micro_batches + stages - 1) * 3
             assert least_seconds(same, micro_batches) == (micro_batches + stages - 1) * 3
             for stage in range(stages):
-                tasks = list(order(stage, stages, micro_batches))
+                tasks = [(back, number) for at, back, number in in_order(stages, micro_batches) if at == stage]
                 inside, most = set(), 0
                 for backward, number in tasks:
                     inside = inside - {number} if backward else inside | {number}

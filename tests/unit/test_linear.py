@@ -12,7 +12,7 @@ from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.forward import fastest_routes, routed_linear
 from deepstow.strategies.engine.forward.fastest_routes import Shape, fastest, measured
 from deepstow.strategies.engine.forward.routed_linear import FLIP, LEFT, NATIVE, ROUTES, Routes, layers_of
-from deepstow.strategies.report import explain
+from deepstow.strategies.report import plan_table
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from tests.helpers.fakes import facts, run_facts
@@ -32,7 +32,7 @@ def test_parity_is_declared_by_mode() -> None:
 
 def test_the_plan_says_who_computes() -> None:
     plan = compose({"linear": linear()}, facts())
-    assert "computed: adaptive [linear: the fastest, measured at the start]" in explain.lines(plan, "head")
+    assert "computed: adaptive [linear: the fastest, measured at the start]" in plan_table.explained(plan, "head")
     assert "native leaves every layer" in compose({"linear": linear(transpose="native")}, facts()).idle["linear"]
 
 

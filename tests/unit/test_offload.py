@@ -19,7 +19,7 @@ from deepstow.strategies.core.protocol import BITWISE, Refusal
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.sizes import human, parse_bytes, written
 from deepstow.strategies.core.validate import validate
-from deepstow.strategies.planner.exchanges import from_host
+from deepstow.strategies.planner.network import from_host
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report import full_report, plan_json
 from deepstow.strategies.report.plan_json import PlanFile

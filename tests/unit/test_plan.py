@@ -24,7 +24,7 @@ from deepstow.strategies.core.plan import (
 )
 from deepstow.strategies.core.protocol import Idle, Phase
 from deepstow.strategies.core.registry import find
-from deepstow.strategies.report import explain, full_report
+from deepstow.strategies.report import full_report, plan_table
 from deepstow.strategies.report.plan_table import table
 from tests.helpers.fakes import block, embedding, facts, fake, head
 
@@ -187,7 +187,7 @@ def test_what_rests_on_the_host_counts_there() -> None:
 
 def test_explain_says_every_answer_in_words_with_who_and_why() -> None:
     plan = Plan.baseline(facts()).amend([share("head", Kind.PARAM, reason="a half each")], by="zero")
-    first, _, _, *rows, backward, computed = explain.lines(plan, "head")
+    first, _, _, *rows, backward, computed = plan_table.explained(plan, "head")
     assert first == "head: 40 parameters, 40 of them trained"
     assert [row.split("  ")[0] for row in rows] == ["parameters", "gradients", "moments", "saved for backward"]
     assert re.split("  +", rows[0]) == ["parameters", "device", "1/2", "80 B", "zero", "a half each"]

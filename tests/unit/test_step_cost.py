@@ -27,11 +27,11 @@ from deepstow.strategies.core.protocol import MemoryRefusal
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.validate import validate
 from deepstow.strategies.planner.addresses import place
-from deepstow.strategies.planner.estimate import _together
-from deepstow.strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
+from deepstow.strategies.planner.network import gather_rate, leaving, sums_slowdown
 from deepstow.strategies.planner.problem import Link, Problem, Tick, Weight
 from deepstow.strategies.planner.step_cost import (
     StepCost,
+    _together,
     evictions_of,
     plan_cost,
     problem_of,

@@ -14,7 +14,7 @@ from deepstow.strategies.core.protocol import Phase, Requirement
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.parallel import deepspeed as backend
 from deepstow.strategies.parallel.deepspeed import ds_config, torch_clips
-from deepstow.strategies.planner.zero_bytes import MAX_BUCKET
+from deepstow.strategies.planner.engine_bytes import MAX_BUCKET
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.run.checks import Before, check, refuse_min_lr

@@ -34,7 +34,7 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
              exchange by way of the host, and take 10 us, assumed. Across machines what the reference systems have for
              each card: 200 Gb/s (DGX A100) and 400 (DGX H100, H200 and B200; assumed for MI300X), times 0.85. For
              others write --network. Where that share and the latency are from, and how far off they may be:
-             strategies/planner/cluster.py.
+             strategies/planner/network.py.
     Update   32 bytes per parameter at that rate, but at most what the cores compute: 2.2 and 1.4 G parameters per
              second and core for fp32 and bf16 gradients (measured: benchmarks/records/cpu-update.md).
 """

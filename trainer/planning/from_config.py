@@ -19,7 +19,7 @@ from deepstow.strategies.core.sizes import SHARE, human
 from deepstow.strategies.parallel import deepspeed
 from deepstow.strategies.parallel.autotp import DIVIDED, IN_SLICES
 from deepstow.strategies.planner.budget import device_budget
-from deepstow.strategies.planner.hybrid.chunks import divisors
+from deepstow.strategies.planner.overlap import divisors
 from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.report import full_report, short_plan
 from deepstow.trainer.config.check import section_faults

@@ -21,13 +21,12 @@ from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import EXPERT, Facts, Param, Rates, UnitKind
 from deepstow.strategies.core.protocol import Axis, HasBudget, Refusal
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.planner.cluster import Cluster, Wire
-from deepstow.strategies.planner.compressed import words
 from deepstow.strategies.planner.hybrid import keys
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Size
-from deepstow.strategies.planner.hybrid.parts import Known, Models
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Known, Models, Size
 from deepstow.strategies.planner.hybrid.search import Options, hybrid
 from deepstow.strategies.planner.hybrid.step_seconds import Pricing
+from deepstow.strategies.planner.lossy import words
+from deepstow.strategies.planner.network import Cluster, Wire
 from deepstow.strategies.planner.step_cost import HIDDEN, NEAR, plan_cost, step_flops
 from deepstow.strategies.report import hybrid_table, run_budget
 from deepstow.strategies.report.run_budget import Asked, Step

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from deepstow.strategies.core.layout import ITEM_BYTES
 from deepstow.strategies.core.plan import Kind, Plan
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.planner.compressed import kept_bytes
+from deepstow.strategies.planner.lossy import kept_bytes
 from deepstow.strategies.state.commit import inside, put_in_place, remove
 from deepstow.strategies.state.sealed import seal
 from deepstow.trainer.machine.probe import disk_free_bytes

@@ -19,15 +19,20 @@ from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Unit
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS
 from deepstow.strategies.core.peak import Saved, backward_peak, forward_peak
 from deepstow.strategies.core.plan import Kind, Tier, When
-from deepstow.strategies.planner import compressed
+from deepstow.strategies.planner import lossy
 from deepstow.strategies.planner.activation_policy import WORTH_BYTES, by_policy
 from deepstow.strategies.planner.cuts import Schedule
-from deepstow.strategies.planner.exchanges import slices_bytes
-from deepstow.strategies.planner.expert_slices import rows_bytes
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
-from deepstow.strategies.planner.hybrid.parts import Model, Models, Part
-from deepstow.strategies.planner.pipeline_bytes import message_bytes, received_bytes
-from deepstow.strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes, live_elements
+from deepstow.strategies.planner.engine_bytes import (
+    SPLIT_FROM,
+    buffers,
+    element_bytes,
+    live_elements,
+    message_bytes,
+    received_bytes,
+)
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Model, Models, Part, Stowed
+from deepstow.strategies.planner.network import slices_bytes
+from deepstow.strategies.planner.overlap import rows_bytes
 
 Chunked: TypeAlias = bool | Literal["auto"] | None
 
@@ -166,7 +171,7 @@ def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Ki
 
 def _lossy(facts: Facts, degrees: Degrees, tier: Tier) -> int:
     """Of what a lossy exchange keeps."""
-    found = () if degrees.exchange is None else compressed.reserves(degrees.exchanged(facts))
+    found = () if degrees.exchange is None else lossy.reserves(degrees.exchanged(facts))
     return sum(each.num_bytes for each in found if each.tier is tier)
 
 

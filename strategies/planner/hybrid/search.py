@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
+from math import inf
 
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.sizes import SHARE
 from deepstow.strategies.planner.budget import device_budget
-from deepstow.strategies.planner.cluster import Cluster
 from deepstow.strategies.planner.hybrid import keys
 from deepstow.strategies.planner.hybrid.account import Account, Bytes, Chunked
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
-from deepstow.strategies.planner.hybrid.parts import Known, Model, Models
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Known, Model, Models, Stowed, is_possible
 from deepstow.strategies.planner.hybrid.step_seconds import Price, Pricing
+from deepstow.strategies.planner.network import Cluster
+from deepstow.strategies.planner.overlap import divisors
 
 POLICIES = ("none", "selective", "full")
 BEST, NEAREST = 10, 3
@@ -35,7 +36,7 @@ class Found:
     """Degrees that fit, with a rank's bytes and the simulated step.
 
     Args:
-        between: its seconds at the hopeful and at the careful end of what is assumed of the network (``cluster.py``).
+        between: its seconds at the hopeful and at the careful end of what is assumed of the network (``network.py``).
         settled: at neither end would it change places with another that moves less, nor lose the first place.
     """
 
@@ -132,11 +133,6 @@ def hybrid(
     return _Search(known, cluster, sequences, options or Options(), in_stages).answer()
 
 
-def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
 class _Search:
     """One question, with what was counted for it so far."""
 
@@ -200,16 +196,16 @@ class _Search:
             tried=tried,
             fitting=len(fitting),
             priced=priced,
-            nearest=tuple(_nearest(self._faster(short, best[0].price.seconds) if best else short)),
+            nearest=tuple(islice(self._nearest(short, best[0].price.seconds if best else inf), NEAREST)),
             left=tuple(sorted(left.values(), key=lambda each: each.seconds)),
         )
 
-    def _faster(self, short: Sequence[Lacking], than: float) -> list[Lacking]:
-        """Those of ``short`` that could take less time ``than`` what fits; of each shape what lacks least."""
+    def _nearest(self, short: Sequence[Lacking], than: float) -> Iterator[Lacking]:
+        """Those that could take less time ``than`` what fits, that which lacks least first; of each kind one."""
         least: dict[object, Lacking] = {}
         for each in sorted(short, key=lambda each: each.device + each.host):
             least.setdefault(_kind(each.degrees), each)
-        return [each for each in least.values() if self._pricing.least(each.degrees) < than]
+        return (each for each in least.values() if than == inf or self._pricing.least(each.degrees) < than)
 
     def _grid(self) -> Iterator[Degrees]:
         """Everything that uses all ranks and the whole batch, can it be run or not; without recompute and offload."""
@@ -217,7 +213,7 @@ class _Search:
         for size in self._models.sizes:
             together = size.tensor * size.sequence
             most = max(1, self._whole.blocks) if size.sequence == size.experts == 1 else 1
-            for stages in divisors(ranks // together) if ranks % together == 0 else ():
+            for stages in divisors(ranks // together, ranks) if ranks % together == 0 else ():
                 data = ranks // together // stages
                 if stages > most or self._sequences % (data * size.micro_batch):
                     continue
@@ -271,13 +267,3 @@ def _best(fitting: Sequence[tuple[Degrees, Bytes]], pricing: Pricing) -> tuple[l
 def _kind(degrees: Degrees) -> object:
     """The same for degrees that are alike to who looks for the nearest."""
     return degrees.stages, degrees.size._replace(micro_batch=1), degrees.offload
-
-
-def _nearest(short: Sequence[Lacking]) -> Iterator[Lacking]:
-    """Those that lack least, each with other degrees or offload than those before."""
-    seen: set[object] = set()
-    for each in sorted(short, key=lambda each: each.device + each.host):
-        kind = _kind(each.degrees)
-        if kind not in seen and len(seen) < NEAREST:
-            seen.add(kind)
-            yield each

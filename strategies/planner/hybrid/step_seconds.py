@@ -7,50 +7,99 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
                 Where ranks have slices of the tokens there is a gather before and a scattered sum behind attention and
                 the MLP; two gathers are made once more in backward, and two when a block runs again, which under
                 ``full`` also scatters a sum
-    sequence    per block four messages of heads in each pass (``exchanges.py``), once more if the block runs again
+    sequence    per block four messages of heads in each pass (``network.py``), once more if the block runs again
     experts     per layer of experts what products do not hide of sending rows there and back, in each pass, and if the
-                block runs again (``expert_slices.py``); rows are spread evenly. Gradients, weights and state of experts
+                block runs again (``overlap.py``); rows are spread evenly. Gradients, weights and state of experts
                 are exchanged and divided by the ranks that have the same ones
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
                 scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
-                exchange, across machines their sum (``cluster.py``). One message per unit: blocks are gathered whole
+                exchange, across machines their sum (``network.py``). One message per unit: blocks are gathered whole
     ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
                 torch's pipeline sums them after it, and under ZeRO 1 as well (3 with the weights that it gathers)
     offload     gradients down under the last backward; then the CPU's update and the new weights up under the next
                 forward, but never less than an update on the device, so that offload is not proposed where it is not
                 needed. Weights that travel come up twice per micro-batch, under its passes
-    lossy       the part that is sent of what ZeRO 0 sends, and coding, which nothing hides (``planner/compressed.py``);
+    lossy       the part that is sent of what ZeRO 0 sends, and coding, which nothing hides (``planner/lossy.py``);
                 of local steps the average, and nothing hides it
     update      on the device, as in ``step_cost.py``; ZeRO 1 and 2 gather the new weights after it
 
-and the clock of the pipeline (``pipeline_clock.py``). That smaller products are slower is not modelled, so narrow
-shards and small micro-batches look better than they are.
+and the clock of a pipeline in 1F1B. With s stages to come, a stage runs s forwards to fill the pipeline, then one
+forward and one backward in turn. A forward waits for the activations of the stage before, a backward for the gradients
+of the stage after. They are sent while stages compute, one after the other in each direction of each boundary. Orders
+do not depend on times, so an end is a maximum of sums of durations: what gets shorter makes no end later.
+
+That smaller products are slower is not modelled, so narrow shards and small micro-batches look better than they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS
-from deepstow.strategies.planner import compressed
+from deepstow.strategies.planner import lossy
 from deepstow.strategies.planner.activation_policy import FULL, by_policy
-from deepstow.strategies.planner.cluster import Cluster
-from deepstow.strategies.planner.exchanges import slices_seconds
-from deepstow.strategies.planner.expert_slices import exchanges_of
-from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
-from deepstow.strategies.planner.hybrid.parts import Model, Models, Part
-from deepstow.strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
-from deepstow.strategies.planner.pipeline_bytes import boundary_bytes
+from deepstow.strategies.planner.engine_bytes import boundary_bytes
+from deepstow.strategies.planner.hybrid.degrees import Degrees, Model, Models, Part, Stowed
+from deepstow.strategies.planner.network import Cluster, Timeline, slices_seconds
+from deepstow.strategies.planner.overlap import exchanges_of
 from deepstow.strategies.planner.step_cost import (
-    LAUNCHES,
-    TOUCHED_BYTES,
+    device_update,
     slowed,
     trained_seconds,
     unit_seconds,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Of one micro-batch in one stage, and of sending its activations on, or as many gradients back the same way."""
+
+    forward: float
+    backward: float
+    send: float = 0.0  # to the next stage; the last one sends nothing
+
+
+def in_order(stages: int, micro_batches: int) -> list[tuple[int, bool, int]]:
+    """All that the stages do in an order in which each waits for earlier ones only: the stage, whether it is a
+    backward, and the micro-batch. Sorted by when it is done if a forward and a backward take one unit of time each.
+    """
+
+    def slot(task: tuple[int, bool, int]) -> int:
+        stage, backward, number = task
+        if backward:
+            return 2 * (stages + number) - 1 - stage
+        return stage + (number if number < stages - stage else 2 * number)
+
+    return sorted(product(range(stages), (False, True), range(micro_batches)), key=slot)
+
+
+def last_backwards(stages: Sequence[StageSeconds], micro_batches: int) -> list[float]:
+    """Per stage, when its last backward ends, in seconds from the start of the step."""
+    count, timeline = len(stages), Timeline()
+    if count == 1:
+        return [micro_batches * (stages[0].forward + stages[0].backward)]
+    arrived: dict[tuple[int, bool, int], float] = {}
+    for task in in_order(count, micro_batches):
+        stage, backward, number = task
+        own, to = stages[stage], stage - 1 if backward else stage + 1
+        ended = timeline.add(stage, own.backward if backward else own.forward, arrived.pop(task, 0.0))
+        if 0 <= to < count:
+            send = stages[min(stage, to)].send
+            arrived[to, backward, number] = timeline.add((stage, to), send, ended)
+    return [timeline.free[stage] for stage in range(count)]
+
+
+def least_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
+    """No schedule is faster: a stage waits for the first micro-batch, does all, and the last one has to go back."""
+    found = before = 0.0
+    for stage in stages:
+        own = stage.forward + stage.backward
+        found = max(found, before + micro_batches * own)
+        before += own + 2 * stage.send
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +243,7 @@ class Pricing:
         seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
         # The last unit's gradients are made last, and nothing is left to hide them.
         if degrees.exchange is not None:
-            share, coding = compressed.share_and_coding(degrees.exchanged(facts), rates)
+            share, coding = lossy.share_and_coding(degrees.exchanged(facts), rates)
             every = max(1, degrees.exchange.local_steps)
             sent = self._cluster.all_reduce_seconds(share * grads, copies, messages=messages / every)
             once, plain = sent + coding, degrees.exchange.local_steps > 0
@@ -206,8 +255,7 @@ class Pricing:
         sync, first = once, once if plain else coded + (once - coded) / messages
         after = gather(weights) if degrees.zero in (1, 2) else 0.0
         share = (trained - apart) / copies + apart / alike if degrees.zero else trained
-        touched = share * TOUCHED_BYTES / rates.device_bytes_per_s
-        update = max(touched, LAUNCHES * -(-share // SCRATCH_ELEMENTS) * rates.launch_s)
+        update = device_update(share, rates, -(-share // SCRATCH_ELEMENTS))
         if degrees.offload is not Stowed.NOTHING:
             down = size * share / rates.down_bytes_per_s
             sync, first = max(sync, down), max(first, down / messages)

@@ -1,7 +1,8 @@
-"""Bytes of ZeRO's stages on one rank: what is split over the ranks, and what DeepSpeed's engine sets aside.
+"""Bytes of other engines on one rank: what ZeRO's stages split over the ranks, and what DeepSpeed's engine and torch's
+pipeline set aside, besides the state of the rank's part. Pure.
 
-``strategies/zero.py`` makes its decisions from these, and the search over degrees (``hybrid/``) its account, so that
-both count the same bytes. The arithmetic is in the docstring of the former.
+``strategies/zero.py`` and ``pipeline.py`` make their decisions from these, and the search over degrees (``hybrid/``)
+its account, so that all count the same bytes. The arithmetic of ZeRO is in the docstring of the first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from deepstow.strategies.core.plan import RUN, Kind, Reserve, When
 
+MESSAGE_BYTES = 25 << 20  # of gradients to the other copies, as torch's data parallelism sends them
 MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
 SPLIT_FROM: Mapping[Kind, int] = {Kind.MASTER: 1, Kind.MOMENT: 1, Kind.GRAD: 2, Kind.PARAM: 3}
 
@@ -67,3 +69,28 @@ def largest_block(facts: Facts) -> int:
     """Elements; of any unit if the model has no blocks. Embedding and head are larger but needed once per step."""
     blocks = [unit.num_params for unit in facts.units if unit.kind is UnitKind.BLOCK]
     return max(blocks or [unit.num_params for unit in facts.units], default=1)
+
+
+# --- torch's pipeline ------------------------------------------------------------------------------------------------
+
+
+def boundary_bytes(run: RunFacts) -> int:
+    """Of one micro-batch's hidden states, which stages send to each other."""
+    return run.micro_batch * run.sequence * run.hidden_size * run.precision.element_bytes
+
+
+def received_bytes(run: RunFacts, borders: int, micro_batches: int) -> int:
+    """Of the tensors that come from other stages over ``borders`` of the rank's parts; each micro-batch has its own."""
+    return borders * micro_batches * boundary_bytes(run)
+
+
+def message_bytes(run: RunFacts, num_trainable: int, copies: int, *, shared: bool = False) -> int:
+    """Of what gradients are copied into to be summed over the ``copies`` of the model; none if there is one. Where they
+    have ``shared`` the optimizer's state, messages of new weights come later, and beside each the rank's part of it.
+
+    A message is closed when it is full, so it can be longer by the largest gradient.
+    """
+    if copies == 1:
+        return 0
+    whole = min(run.trained_bytes * num_trainable, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
+    return whole + -(-whole // copies) * shared

@@ -1,4 +1,4 @@
-"""What compressed exchanges of gradients send, and whether coding takes longer than the link saves. Numbers only.
+"""What lossy exchanges send, and whether coding takes longer than the link saves. Numbers only.
 
 For P gradients in fp32, on N ranks, in bytes that a rank sends in a step:
 
@@ -15,8 +15,17 @@ owners: (N-1)/N 4P without, and as above with compression, since all ranks get a
 With local steps the same of what was learned in H steps, once in H steps: a part of 1/H of each, and the outer weights
 and their momentum are on the host.
 
-Coding is priced in passes over P numbers of 4 bytes of the device's memory: as the code makes them on an accelerator,
-which nobody has measured; on a CPU as many as it took one core of a Xeon, in times of a pass of a copy (4 M numbers).
+What tensor ranks send of fewer tokens in fewer bits, per block of a micro-batch with V numbers of hidden states, T
+ranks, a part r of the tokens:
+
+    without            2 (T-1)/T V   for each sum: in forward 2, in backward one of each layer divided by columns
+    with               2 (T-1)/T V   2 r in forward, in b bits with 4/128 bytes for blocks; 1 + r in backward, as they
+                                     are
+    scores             (T-1) V / width in forward, twice, in fp32, unless r is 1
+
+Coding is priced by the device's memory: of gradients in passes over P numbers of 4 bytes, of hidden states in bytes per
+number that is coded, and decoded. As the code makes them on an accelerator, which nobody has measured; on a CPU as many
+as it took one core of a Xeon, in times of a pass of a copy (4 M numbers).
 """
 
 from __future__ import annotations
@@ -24,14 +33,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepstow.strategies.core.compression import Compression
-from deepstow.strategies.core.facts import Facts, Precision, Rates, UnitKind
+from deepstow.strategies.core.facts import Facts, Precision, Rates, RunFacts, UnitKind
 from deepstow.strategies.core.plan import RUN, Reserve, Tier
-from deepstow.strategies.planner.exchanges import gather_rate
-from deepstow.strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from deepstow.strategies.planner.engine_bytes import MESSAGE_BYTES, boundary_bytes
+from deepstow.strategies.planner.network import gather_rate, straight
 
+UNKNOWN = "the link's rate is unknown"
 VISITING = 5  # copies of a bucket in fp32 on the device of the memory engine, at most
 COUNTED = {"none": 3, "bf16": 3, "fp16": 3, "int8": 16, "powersgd": 12, "topk": 20}
 ON_CPU = {"none": 5, "bf16": 5, "fp16": 5, "int8": 95, "powersgd": 105, "topk": 120}
+ROWS = "tensor: exchanged rows"
+ROWS_COUNTED = {(8, False): (44, 24), (4, False): (48, 28), (8, True): (180, 100), (4, True): (184, 104)}
+ROWS_ON_CPU = {(8, False): (92, 37), (4, False): (188, 65), (8, True): (1025, 480), (4, True): (1020, 540)}
 
 
 def message_bytes(how: Compression, facts: Facts) -> float | None:
@@ -145,8 +158,40 @@ def words(facts: Facts, *, spans: bool = False) -> str:
         said += f", as much at a density of {1 / facts.run.copies:.2g} with {facts.run.copies} ranks"
         said += f", or with {1 / how.density:.4g} ranks at this one"
     if rates is None:
-        return f"{said}; the link's rate is unknown"
+        return f"{said}; {UNKNOWN}"
     saved = (whole - less) / gather_rate(facts, rates)
-    coding = share_and_coding(facts, rates, spans=spans)[1]
-    verdict = "which is more than it saves: leave it out" if coding > saved else "less than it saves"
-    return f"{said}; the link saves {saved * 1e3:.3g} ms, coding takes {coding * 1e3:.3g} ms (estimated), {verdict}"
+    return f"{said}; {_gain(saved, share_and_coding(facts, rates, spans=spans)[1], 'leave it out')}"
+
+
+def _gain(saved: float, coding: float, cure: str) -> str:
+    verdict = f"which is more than it saves: {cure}" if coding > saved else "less than it saves"
+    return f"the link saves {saved * 1e3:.3g} ms, coding takes {coding * 1e3:.3g} ms (estimated), {verdict}"
+
+
+# --- hidden states ---------------------------------------------------------------------------------------------------
+
+
+def rows_message_bytes(run: RunFacts, tokens: float) -> int:
+    """Of the device, while one sum is exchanged: the partial sum, chosen rows in fp32, coded and decoded."""
+    return int(boundary_bytes(run) * (1 + 4 * tokens * 4 / run.precision.element_bytes))
+
+
+def rows_words(facts: Facts, what: str, tokens: float, bits: int, *, segmented: bool) -> str:
+    """What is sent, what that gains, and that it is lossy."""
+    run, machine = facts.run, facts.machine
+    ranks, blocks = run.tensor, sum(unit.kind is UnitKind.BLOCK for unit in facts.units)
+    size, element = boundary_bytes(run), run.precision.element_bytes
+    numbers, ring = size / element, 2 * (ranks - 1) / ranks
+    of_number = element if bits == 16 else bits / 8 + (0 if segmented else 4 / 128)
+    scores = (ranks - 1) * 4 * run.micro_batch * run.sequence * (tokens < 1)
+    whole = blocks * ring * sum(run.sums[:2]) * size
+    less = blocks * (2 * (ring * tokens * numbers * of_number + scores) + ring * (1 + tokens) * size)
+    said = f"lossy, {what}: each rank sends {less / 1e6:.4g} MB per micro-batch instead of {whole / 1e6:.4g} MB"
+    if (rates := machine.rates) is None:
+        return f"{said}; {UNKNOWN}"
+    saved, coding = (whole - less) / straight(facts, rates, ranks).bytes_per_s, 0.0
+    if bits < 16:
+        coded, decoded = (ROWS_COUNTED if machine.has_accelerator else ROWS_ON_CPU)[bits, segmented]
+        touched = 2 * blocks * tokens * numbers * ((1 + 1 / ranks) * coded + 2 * decoded)
+        coding = touched / rates.device_bytes_per_s
+    return f"{said}; {_gain(saved, coding, 'take 16 bits')}"
