@@ -55,10 +55,7 @@ def _degree(text: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
     given = parse(argv)
-    try:
-        return cli.answered(lambda: chat(given))
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+    return cli.answered(lambda: chat(given))
 
 
 def chat(given: argparse.Namespace) -> int:

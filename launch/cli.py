@@ -15,7 +15,8 @@ import gc
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from errno import EISDIR, ENAMETOOLONG, ENOENT
 from importlib import import_module
 from importlib.metadata import version
@@ -133,6 +134,15 @@ def answered(work: Callable[[], int | None]) -> int:
             raise
         report(ConfigError(f"{str(error.filename)[:40]}...: {strerror(ENAMETOOLONG)}"))
         return ExitCode.CONFIG
+
+
+@contextmanager
+def file_of(option: str, path: Path) -> Iterator[None]:
+    """Inside, an error of reading or writing the file that ``option`` names is a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from None
 
 
 def refuse_paths(**paths: Path | None) -> None:

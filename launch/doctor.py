@@ -186,10 +186,9 @@ def measure_rates(path: Path, disk: list[str]) -> None:
 
     began_s = time.perf_counter()
     try:
-        places = folders_of(check_folders(disk)) if disk else ()
-        stored = rates.measure_and_store(path, write_line, places)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror}") from None
+        with cli.file_of("--out", path):
+            places = folders_of(check_folders(disk)) if disk else ()
+            stored = rates.measure_and_store(path, write_line, places)
     except ValueError as error:
         raise ConfigError(f"--disk {' '.join(disk)}: {error}") from None
     write_line(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")

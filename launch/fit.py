@@ -79,16 +79,10 @@ def show(arguments: argparse.Namespace) -> None:
         write_line("\n".join([*asked.heading(), "", *fit.lines(rows)]))
         if arguments.write is not None:
             row = fit.chosen(rows, config, arguments.row)
-            write(arguments.write, fit.text(config, row, machine, arguments.write))
+            text = fit.text(config, row, machine, arguments.write)
+            with cli.file_of("--write", arguments.write):
+                arguments.write.write_text(text, encoding="utf-8")
             write_line(f"written: {arguments.write}, row {rows.index(row) + 1}: {row.training}")
-
-
-def write(path: Path, text: str) -> None:
-    """Write the config."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write {path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

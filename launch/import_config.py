@@ -61,10 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     if out is None:
         write_line(draft.text(command).removesuffix("\n"))
     else:
-        try:
+        with cli.file_of("--out", out):
             replace_file(out, draft.text(command))
-        except OSError as error:
-            raise ConfigError(f"--out {out}: {error.strerror}") from None
         write_line("\n".join([f"{out}: written, {len(draft.values)} keys", *draft.remarks(), "", command]))
     return ExitCode.CONFIG if check(draft.tree()) else ExitCode.FINISHED
 

@@ -57,10 +57,8 @@ def begin(given: argparse.Namespace, command: str) -> int:
         raise ConfigError("--model '': name a folder, or a model on the Hugging Face hub")
     asked = first_config.Asked(given.task, given.model, given.data or ROWS, given.out, machine)
     first = first_config.first_config(asked, command, lambda line: write_line(line, sys.stderr))
-    try:
+    with cli.file_of("--out", given.out):
         replace_file(given.out, first.text)
-    except OSError as error:
-        raise ConfigError(f"--out {given.out}: {error.strerror}") from None
     write_line(f"{given.out}: {first.said}")
     if given.data is None and not Path(ROWS).exists():
         write_line(
@@ -81,10 +79,8 @@ def refuse(given: argparse.Namespace) -> None:
         raise ConfigError(f"--out {out}: is there already; name another file")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: {strerror(ENOENT)}")
-    try:
+    with cli.file_of("--out", out):
         refuse_unwritable(out)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

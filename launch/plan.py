@@ -11,19 +11,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepstow.launch import cli
 from deepstow.launch.shipped import load
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.sizes import parse_bytes
+from deepstow.strategies.planner.step_cost import StepCost
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, ExitCode, warning, write_line
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.strategies.planner.step_cost import StepCost
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.distributed.ranks import Ranks
-    from deepstow.trainer.machine.probe import Machine
+from deepstow.trainer.machine.probe import Machine
 
 MOST_RANKS = 1_000_000
 # Options that this command had: the command that has them, and whether by the same name.
@@ -188,10 +186,8 @@ def show(arguments: argparse.Namespace) -> None:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write what ``--json`` asks for."""
-    try:
+    with cli.file_of("--json", path):
         path.write_text(json.dumps(content, indent=1))
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
 def show_file(path: Path | None) -> None:
@@ -202,10 +198,8 @@ def show_file(path: Path | None) -> None:
     if path is None:
         print(json.dumps(plan_json.PlanFile.model_json_schema(), indent=2))
         return
-    try:
+    with cli.file_of("--check", path):
         found = plan_json.problems(foreign.text_of(path))
-    except OSError as error:
-        raise ConfigError(f"--check {path}: {error.strerror}") from None
     if found:
         raise ConfigError(f"{path}: {line}" for line in found)
     write_line(f"{path}: can be carried out")
@@ -258,10 +252,8 @@ def trace(cost: StepCost | None, path: Path) -> None:
 
     if cost is None:
         raise ConfigError(f"--trace {path}: there is no simulated step: nothing is stowed, or rates are unknown")
-    try:
+    with cli.file_of("--trace", path):
         chrome_trace.write({"simulated": (cost.seconds, cost.outcome.events)}, path)
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

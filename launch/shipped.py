@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import deepstow
 from deepstow.trainer.config import load as reader
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.config.yaml_file import dotted, leaves, read
 from deepstow.trainer.errors import ConfigError, nearest, write_line
-
-if TYPE_CHECKING:
-    from deepstow.trainer.config.sections import RunConfig
 
 FOLDER = Path(deepstow.__file__).parent / "configs"
 

@@ -12,17 +12,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deepstow.launch import cli
 from deepstow.launch.shipped import load
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import LOSSY
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.errors import ExitCode, write_line
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.verify.verify import Check, Difference
+from deepstow.trainer.verify.verify import Check, Difference
 
 NOTHING = "so nothing is shown about strategies.offload"
 

@@ -1,7 +1,7 @@
 """The interface of a strategy: one file with one frozen class of options, which first decides and later acts.
 
 ``decide`` is pure, so that every placement can be shown, compared and tested before anything is allocated. ``apply``
-changes the model afterwards, in the order that ``trainer/run/model_changes.py`` gives.
+changes the model afterwards, in the order that ``trainer/run/building.py`` gives.
 
 Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the enum
 below, because each answer needs the sizes that the phases before it have settled. The rest of this project does not

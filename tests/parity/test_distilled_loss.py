@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from deepstow.strategies.engine.forward import chunked_loss
-from deepstow.trainer.recipes.distill.loss import Distillation, answers, distil, student_loss
-from deepstow.trainer.recipes.distill.student import width_of
+from deepstow.trainer.recipes.distill.loss import Distillation, answers, distil, student_loss, width_of
 
 ROWS, LENGTH, WORDS, MORE = 3, 40, 37, 3  # both models have 37 words, and the student's head 3 more
 ALL, FEW = None, 5

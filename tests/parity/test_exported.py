@@ -17,7 +17,7 @@ from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
 from deepstow.trainer.recipes.export import graph
 from deepstow.trainer.recipes.export.exporter import EXPORTERS
-from deepstow.trainer.run import further
+from deepstow.trainer.run import results
 from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.export import ExportError, after
 from tests.helpers.tiny import LLAMA, VOCAB
@@ -99,7 +99,7 @@ def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r'export.format = "torch_export": torch cannot export a mamba model: UserError: Con'
     ):
-        further.refuse(config_of(tmp_path, config=mamba))
+        results.refuse(config_of(tmp_path, config=mamba))
     with pytest.raises(ConfigError, match="adapters are exported without their base, which export needs"):
         config_of(tmp_path, config=None, name_or_path="some", lora={"r": 2})
 
@@ -140,12 +140,12 @@ def test_a_run_leaves_one(tmp_path: Path) -> None:
     for left in ([], ["torch"]):
         if left:
             program.write_bytes(program.read_bytes()[:-1])
-        assert further.missing(config) == left
+        assert results.missing(config) == left
         assert runs.run(config, Ranks(), Stop()) == 0
         assert graph.largest_difference(torch.export.load(program).module(), model) < 1e-6
-    assert further.missing(config) == [] and (tmp_path / "metrics.jsonl").read_text() == before
-    assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == further.FURTHER
+    assert results.missing(config) == [] and (tmp_path / "metrics.jsonl").read_text() == before
+    assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == results.FURTHER
     assert {path.name for path in (tmp_path / "earlier-1").iterdir()} == {"export-torch"}
     longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 4})})
-    assert runs.run(longer, Ranks(), Stop()) == 0 and further.missing(longer) == []
+    assert runs.run(longer, Ranks(), Stop()) == 0 and results.missing(longer) == []
     assert {path.name for path in (tmp_path / "earlier-2").iterdir()} == {"export", "export-torch"}, "both of step 2"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from deepstow.strategies.state.sealed import read
-from deepstow.trainer.run import further
+from deepstow.trainer.run import results
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, both_sides, train, unequal
@@ -93,7 +93,7 @@ def test_as_a_loop_of_torchao(home: Path, tmp_path: Path, capfd: pytest.CaptureF
         assert torch.equal(computed, stock[name].weight.dequantize())
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = next(record["eval_perplexity"] for record in records if "eval_perplexity" in record)
-    exact, after = read(run / "export-int4_group", further.FURTHER).about["perplexity"]
+    exact, after = read(run / "export-int4_group", results.FURTHER).about["perplexity"]
     assert after == pytest.approx(logged, rel=1e-5) != exact
     assert "trained for it (QAT)" in (run / "export-int4_group" / "README.md").read_text()
     assert "these are the exact ones" in (run / "export" / "README.md").read_text()

@@ -19,7 +19,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
-from deepstow.trainer.run import further
+from deepstow.trainer.run import results
 from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.data import read_data
 from tests.e2e.commands import write_jsonl
@@ -91,7 +91,7 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
         assert unequal(stock.state_dict(), own.state_dict()) == []
         keep_packing(stock)  # a forward may pack weights anew, and then computes in bf16
         assert not torch.equal(stock(ids).logits, exact(ids).logits)
-        before, after = read(run / f"export-{name}", further.FURTHER).about["perplexity"]
+        before, after = read(run / f"export-{name}", results.FURTHER).about["perplexity"]
         assert before == pytest.approx(logged, rel=1e-5)
         assert before == pytest.approx(perplexity_by_rows(exact, rows), rel=1e-5)
         rounds = 1e-2 if name == "int8" else 1e-5  # which columns of inputs are outliers depends on the batch
@@ -105,7 +105,7 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
     (run / "export-nf4" / "config.json").unlink()
     for _ in range(2):  # then nothing is left to do
         assert runs.run(load_tree(tree), Ranks(), Stop()) == 0
-        assert further.missing(load_tree(tree)) == [] and whole.stat().st_mtime_ns == stamp
+        assert results.missing(load_tree(tree)) == [] and whole.stat().st_mtime_ns == stamp
     assert (run / "metrics.jsonl").read_text() == lines
 
 
@@ -127,7 +127,7 @@ def test_by_group_as_torchao_does_it(home: Path, tmp_path: Path) -> None:
         weight, same = (each.model.layers[1].mlp.down_proj.weight for each in (stock, own))
         assert weight.scale.shape == (64, 128 // 32) and weight.qdata.abs().max() <= (127 if dtype is torch.int8 else 8)
         assert torch.equal(weight.qdata, same.qdata) and torch.equal(weight.scale, same.scale)
-        before, after = read(run / f"export-{name}", further.FURTHER).about["perplexity"]
+        before, after = read(run / f"export-{name}", results.FURTHER).about["perplexity"]
         assert after == pytest.approx(perplexity_by_rows(stock, rows), rel=1e-5) and after != before
         assert "by torchao" in (run / f"export-{name}" / "README.md").read_text()
         worse.append(abs(after - before))
@@ -143,7 +143,7 @@ def test_groups_that_cannot_be(home: Path, tmp_path: Path, change: dict[str, Any
     if change:
         tree["model"]["config"] = {"vocab_size": WORDS, **change}
     with pytest.raises(ConfigError, match=line):
-        further.refuse(load_tree(tree))
+        results.refuse(load_tree(tree))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from deepstow.strategies.engine.memory import tiers
 from deepstow.strategies.engine.memory.scratch_file import DiskError, Store
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report import full_report
-from deepstow.trainer.machine import disk_rates
+from deepstow.trainer.machine import rates
 from deepstow.trainer.planning.plan_for import plan_for
 from tests.helpers.engine import differences, plain, planned, stowed
 from tests.memory.test_engine import MODELS, model_of
@@ -111,7 +111,7 @@ def test_state_rests_in_another_process(tmp_path: Path) -> None:
             model = model_of(MODELS["llama"]).train()
             assert differences(expected, stowed(model, plan, batches, max_norm=1.0)) == []
         assert any("in another process and on the disk" in line for line in full_report.disk_lines(plan, None))
-        read, write, _ = disk_rates.measure([place], 0.05, lambda line: None)
+        read, write, _ = rates.measure_drives([place], 0.05, lambda line: None)
         assert read > 0 and write > 0
         with closing(OtherProcess(place, 8192)) as store:
             store.write(torch.arange(8192).to(torch.uint8), 0)

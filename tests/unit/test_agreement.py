@@ -32,13 +32,13 @@ def together(ranks: Ranks) -> dict[str, Any]:
         group.refuse_different({"training.seed": 1})
         for name, work in (
             ("different", lambda: group.refuse_different({"training.seed": ranks.rank})),
-            ("first", lambda: group.on_first(ranks.rank, refuses)),
+            ("first", lambda: group.on_first(refuses)),
         ):
             try:
                 work()
             except UserError as error:
                 said[name] = [str(error), int(error.code)]
-        said["value"] = group.on_first(ranks.rank, lambda: {"a": 1})
+        said["value"] = group.on_first(lambda: {"a": 1})
         both = group.gathered(said)
     assert both[0] == both[1]
     return said

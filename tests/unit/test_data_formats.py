@@ -211,7 +211,7 @@ def test_long_text_is_cut_and_long_answers_are_truncated(tokenizer: Any) -> None
 def test_huge_text_is_tokenised_in_pieces_that_join_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line {n} of it\n" for n in range(50))
     Path("d.txt").write_text(text)
-    monkeypatch.setattr("deepstow.trainer.formats.language.SEGMENT_CHARACTERS", 100)
+    monkeypatch.setattr("deepstow.trainer.formats.format.SEGMENT_CHARACTERS", 100)
     prepared = prepare(tokenizer, "d.txt", max_length=4096)
     assert decoded(tokenizer, prepared.train)[0][0] == text + "<|eos|>"
 

@@ -20,8 +20,8 @@ from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.planning.from_config import WRITTEN
 from deepstow.trainer.run import building, data, inputs, lock, results, resuming, session, upload
 from deepstow.trainer.run.begin import Begin
+from deepstow.trainer.run.building import apply_strategies
 from deepstow.trainer.run.checks import CHECKS, Before
-from deepstow.trainer.run.model_changes import apply_strategies
 from deepstow.trainer.run.trainer import Trainer
 from tests.helpers import small_runs
 from tests.helpers.tiny import BLOOM, LLAMA, OPT, VOCAB, run_config

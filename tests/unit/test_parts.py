@@ -17,7 +17,7 @@ from deepstow.trainer.distributed.agreement import Agreement
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import mapped, parts, saved_tensors
 from deepstow.trainer.model.build import build, load_config, tensors_of
-from deepstow.trainer.run import model_changes
+from deepstow.trainer.run import building
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, MODELS, OPT, run_config
 
 QWEN_MOE: Mapping[str, Any] = {
@@ -124,7 +124,7 @@ def test_a_rank_has_its_experts_alone(kind: str, rank: int, tmp_path: Path, monk
     make = partial(build, config.model, load_config(config.model), seed=3, partitioned=False)
     part, whole = make(on_meta=True), make()
     names = dict(part.named_parameters(remove_duplicate=False))
-    shards = model_changes.shards(part, config, rank)
+    shards = building.shards_of(part, config, rank)
     assert len(shards) == 4
     why = parts.fill(part, names, config.model.name_or_path, 3, make, shards=shards)
     assert why == (None if "bin" not in kind else WHOLE + f"it has no {saved_tensors.WHOLE}")

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import count
@@ -17,11 +18,10 @@ from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.trainer.errors import ExitCode
-from deepstow.trainer.machine import disk_rates, profiles, rates
+from deepstow.trainer.machine import profiles, rates
 from deepstow.trainer.machine.probe import GIB, cores, probe
 from deepstow.trainer.machine.profiles import MachineKey, StoredRates, one_line
-from deepstow.trainer.machine.rates import Effort, measure_network
-from deepstow.trainer.machine.timing import duplex_factor, fit_line
+from deepstow.trainer.machine.rates import Effort, duplex_factor, fit_line, measure_network
 from deepstow.trainer.planning.facts import machine_facts
 from tests.helpers.releases import needs_scratch
 
@@ -229,8 +229,9 @@ def test_the_disks_of_folders_are_measured_besides(
 ) -> None:
     monkeypatch.setattr(rates, "FULL", replace(TINY, disk_seconds=0.01))
     monkeypatch.setattr(rates, "measure", lambda say, effort: (some_rates(), {}))
-    monkeypatch.setattr(disk_rates, "MOST_BYTES", 1)  # the file has two pieces
-    monkeypatch.setattr(disk_rates, "time", SimpleNamespace(perf_counter=count().__next__))  # a second for each
+    monkeypatch.setattr(rates, "MOST_BYTES", 1)  # the file has two pieces
+    seconds = SimpleNamespace(perf_counter=count().__next__, strftime=time.strftime, gmtime=time.gmtime)
+    monkeypatch.setattr(rates, "time", seconds)  # a second for each
     path = tmp_path / "machine.json"
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
@@ -238,7 +239,7 @@ def test_the_disks_of_folders_are_measured_besides(
     assert doctor.main(["--rates", "--out", str(path), "--disk", *folders]) == ExitCode.FINISHED
     found = profiles.load(path, profiles.key_of(probe())).rates
     assert found is not None and found.disk_folder == ", ".join(folders) and 1 <= found.disk_overlap <= 2
-    assert found.disk_read_bytes_per_s == found.disk_write_bytes_per_s == disk_rates.PIECE / 2, "of each drive"
+    assert found.disk_read_bytes_per_s == found.disk_write_bytes_per_s == rates.PIECE / 2, "of each drive"
     assert not any(map(os.listdir, folders)), "the files are gone"
     assert doctor.main(["--rates", "--out", str(path), "--disk", folders[0], str(tmp_path / "none")]) == ExitCode.CONFIG
     assert capsys.readouterr().err.rstrip().endswith(f"{tmp_path}/none: no such folder")

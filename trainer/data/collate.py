@@ -51,10 +51,7 @@ class Collator:
         longest = max(self.least, *(len(row["input_ids"]) for row in rows))
         length = -(-longest // MULTIPLE) * MULTIPLE
         shape = (len(rows), length)
-        batch: dict[str, Any] = {
-            "input_ids": torch.full(shape, self.pad_token_id),
-            "labels": torch.full(shape, MASKED),
-        }
+        batch: dict[str, Any] = {"input_ids": torch.full(shape, self.pad_token_id), "labels": torch.full(shape, MASKED)}
         third = "position_ids" if self.packing else "attention_mask"
         batch[third] = torch.zeros(shape, dtype=torch.long)
         for index, row in enumerate(rows):

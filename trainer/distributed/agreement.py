@@ -55,9 +55,9 @@ class Agreement:
         dist.all_gather_object(said, value, group=self._group)
         return said
 
-    def on_first(self, rank: int, work: Callable[[], T]) -> T:
+    def on_first(self, work: Callable[[], T]) -> T:
         """What ``work`` returns, or the UserError that it raises, on the first rank, on all of them; a collective."""
-        return self.by_some(rank == 0, work)[0]
+        return self.by_some(self._group is None or dist.get_rank(self._group) == 0, work)[0]
 
     def by_some(self, does: bool, work: Callable[[], T]) -> list[T]:
         """What ``work`` returns on each rank that ``does`` it, in their order, on all ranks; a collective. All raise

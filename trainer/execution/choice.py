@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.parallel import deepspeed, expert_parts
+from deepstow.strategies.parallel.stages import Stage
 from deepstow.strategies.plugins import two_level
 from deepstow.strategies.plugins.local_steps import exchange_of
 from deepstow.trainer.execution.base import Execution
@@ -15,10 +17,6 @@ from deepstow.trainer.execution.sequence import Sliced
 from deepstow.trainer.execution.stowed import Stowed
 from deepstow.trainer.execution.tensor import TensorParallel
 from deepstow.trainer.execution.zero import Zero
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.strategies.parallel.stages import Stage
 
 
 def execution_of(plan: Plan, model: Any, stage: Stage | None) -> Execution:

@@ -15,24 +15,21 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
 from deepstow.strategies.core.grid import Grid
-from deepstow.strategies.core.plan import Kind
+from deepstow.strategies.core.plan import Kind, Plan
 from deepstow.strategies.parallel import pipeline_state, pipelining
 from deepstow.strategies.parallel.pipeline_gradients import StageGradients
 from deepstow.strategies.parallel.pipeline_zero import StateShares
+from deepstow.strategies.parallel.stages import Stage
 from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.execution.base import Around, Batch, Execution, Place
 from deepstow.trainer.tasks.task import token_losses
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.strategies.parallel.stages import Stage
 
 
 class Pipeline(Around):

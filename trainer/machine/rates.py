@@ -8,7 +8,7 @@
              thread launches operators on the device without pause, as a training loop does
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
-    disk     only of folders that are named: ``disk_rates.py``
+    disk     only of folders that are named: the engine's own stores
     network  as many ranks as there are devices, or two processes without an accelerator, make the two exchanges of the
              engine (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives
              as many, of the slower kind. Between machines nothing is measured: one does not know the others.
@@ -22,10 +22,12 @@ Two threads next to other work can lose nine tenths of their speed, so the CPU t
 from __future__ import annotations
 
 import itertools
+import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -38,17 +40,19 @@ from torch import Tensor
 
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from deepstow.strategies.core.formats import HOST_CHUNK
+from deepstow.strategies.core.on_disk import part_bytes
+from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory import accelerator
+from deepstow.strategies.engine.memory.arena import HostMemory
+from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.strategies.engine.transfer.transfer import Stream, transfer_for
 from deepstow.strategies.engine.transfer.worker import Worker, spare_cores
 from deepstow.strategies.engine.updating.optim import AdamW, Operands
 from deepstow.strategies.state.commit import refuse_unwritable
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import WorldError, run_world
-from deepstow.trainer.machine.disk_rates import measure as measure_disk
 from deepstow.trainer.machine.probe import cores, host_memory, others_cpu_s, peak_flops, probe
 from deepstow.trainer.machine.profiles import StoredRates, key_of, save
-from deepstow.trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call, timer
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
@@ -262,7 +266,7 @@ def measure_and_store(path: Path, say: Say, disk: Sequence[str] = ()) -> StoredR
 
 def disk_rates_of(places: Sequence[str], say: Say) -> dict[str, Any]:
     """The fields of ``Rates`` about drives."""
-    read, write, overlap = measure_disk(places, FULL.disk_seconds, say)
+    read, write, overlap = measure_drives(places, FULL.disk_seconds, say)
     found = {"disk_read_bytes_per_s": read, "disk_write_bytes_per_s": write, "disk_overlap": overlap}
     return {**found, "disk_folder": ", ".join(places)}
 
@@ -369,3 +373,108 @@ def exchange(ranks: Ranks, num_bytes: int, seconds: float) -> list[float]:
 
     gathering = rate(lambda: dist.all_gather_into_tensor(whole, own))
     return [gathering, rate(lambda: dist.all_to_all_single(other, whole))]
+
+
+PIECE = 64 << 20
+MOST_BYTES = 4 << 30  # of the file, or a quarter of what is free
+
+
+def measure_drives(places: Sequence[str], seconds: float, say: Say) -> tuple[float, float, float]:
+    """Bytes per second that each of ``places`` reads, and writes, for so many seconds, and how much of both it does at
+    once (1: either or, 2: each as if it were alone). Raise ValueError: one cannot have such a file.
+
+    The engine's own stores (``strategies/engine/memory/tiers.py``), which go past the page cache, are filled in large
+    pieces, which does not count: drives write fast until a cache of theirs is full, and what was never written is not
+    read from the disk. Then they are written again, read, and both at once by two threads, several drives together.
+    What they sustain for hours may still be less.
+    """
+    folders = [place for place in places if Path(place).is_dir()]
+    free = min((shutil.disk_usage(folder).free for folder in folders), default=MOST_BYTES)
+    pieces, part = max(2, min(MOST_BYTES, free // 4) // PIECE), part_bytes(PIECE, len(places))
+    with closing(Striped(places, pieces * part, checked=False)) as file:  # checksums are made beside moves
+        say(f"the disk of {', '.join(places)}: {human(pieces * PIECE)}, past the page cache")
+        source, target = (HostMemory(PIECE, torch.device("cpu"), "a piece of the file").memory for _ in range(2))
+        source.random_()
+
+        def rate(move: Callable[[Tensor, int], None], memory: Tensor, first: int = 0) -> float:
+            began_s = time.perf_counter()
+            for number in itertools.count(1):
+                move(memory, (first + number) % pieces * part)
+                if (spent_s := time.perf_counter() - began_s) > seconds:
+                    break
+            return number * PIECE / spent_s
+
+        for index in range(pieces):
+            file.write(source, index * part)
+        write, read = rate(file.write, source), rate(file.read, target)
+        with ThreadPoolExecutor(2) as both:
+            begun = both.submit(rate, file.read, target), both.submit(rate, file.write, source, pieces // 2)
+            reading, writing = (each.result() for each in begun)
+    giga = 1e9
+    at_once = f"{reading / giga:.3g} and {writing / giga:.3g}"
+    say(f"  read {read / giga:.3g} GB/s, written {write / giga:.3g}; both at once {at_once}")
+    return read / len(places), write / len(places), max(1.0, min(2.0, reading / read + writing / write))
+
+
+# --- times, and what they say of a link ------------------------------------------------------------------------------
+
+
+def seconds_per_call(work: Callable[[], object], device: torch.device | str, times: int = 1) -> float:
+    """Seconds of ``work``, issued this many times before waiting until the device is idle."""
+    began_s = time.perf_counter()
+    for _ in range(times):
+        work()
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
+    return (time.perf_counter() - began_s) / times
+
+
+def timer(work: Callable[[], object], device: torch.device | str, least_s: float = 0.0) -> Callable[[], float]:
+    """What times ``work``, which is warm then, as often in a row as takes ``least_s``; seconds of one."""
+    run = partial(seconds_per_call, work, device)
+    run()
+    return partial(run, max(1, math.ceil(least_s / max(run(), 1e-9))))
+
+
+def lower_quartile(samples: Sequence[float]) -> float:
+    """What is sustained: the fastest run is not, and slow ones were disturbed."""
+    return sorted(samples)[len(samples) // 4]
+
+
+class LinkFit(NamedTuple):
+    """A copy takes ``latency_s + bytes / bytes_per_s`` seconds."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> LinkFit:
+    """Fit a line to points (bytes, seconds) of at least two sizes, else ValueError.
+
+    Candidates are the lines through any two points, and through one point and the origin, with a latency of at least 0.
+    The best has the least sum of ``abs(log(ratio))``: ratios, because sizes span three orders of magnitude and both
+    ends count; not squared, so that one disturbed point does not bend the line.
+    """
+    if len({size for size, _ in points}) < 2:
+        raise ValueError(f"{len(points)} points of one size; a line needs two sizes")
+    lines = [(0.0, seconds / size) for size, seconds in points]
+    for (size, seconds), (other, longer) in itertools.combinations(points, 2):
+        slope = (longer - seconds) / (other - size) if other != size else 0.0
+        lines.append((seconds - slope * size, slope))
+    possible = [(latency, slope) for latency, slope in lines if latency >= 0 and slope > 0]
+
+    def error(line: tuple[float, float]) -> float:
+        return sum(abs(math.log((line[0] + line[1] * size) / seconds)) for size, seconds in points)
+
+    latency, slope = min(possible, key=error)
+    return LinkFit(latency, 1 / slope)
+
+
+def duplex_factor(up_s: float, down_s: float, both_s: float) -> float:
+    """The share of its rate that each direction keeps while both run, from the times alone and together; at most 1.
+
+    Assumes that both run at this share until the shorter copy is done, and the longer one then at its full rate.
+    """
+    first, last = sorted((up_s, down_s))
+    shared = both_s - (last - first)  # how long both ran
+    return min(1.0, first / shared) if shared > 0 else 1.0

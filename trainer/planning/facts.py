@@ -20,16 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.compose import casts, degrees, requirements_of
-from deepstow.strategies.core.facts import (
-    IN_ORDER,
-    Facts,
-    MachineFacts,
-    ModelNumbers,
-    Param,
-    Precision,
-    RunFacts,
-    Unit,
-)
+from deepstow.strategies.core.facts import IN_ORDER, Facts, MachineFacts, ModelNumbers, Param, Precision, RunFacts, Unit
 from deepstow.strategies.core.optimizers import moments_of
 from deepstow.strategies.core.protocol import Axis, Phase, Refusal, Requirement
 from deepstow.strategies.core.sizes import OVERHEAD_BYTES
@@ -248,18 +239,19 @@ def cast_weights(config: RunConfig, model: Any) -> None:
 
     if casts(config.strategies, precision_of(config)):
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
-        torch.nn.Module.to(model, _half(config))
+        torch.nn.Module.to(model, half_of(precision_of(config)))
 
 
 def autocast_of(config: RunConfig) -> Any:
     """The dtype in which Accelerate has operators compute; None: in that of the weights."""
-    return None if casts(config.strategies, precision_of(config)) else _half(config)
+    return None if casts(config.strategies, precision_of(config)) else half_of(precision_of(config))
 
 
-def _half(config: RunConfig) -> Any:
+def half_of(precision: Precision | None) -> Any:
+    """The dtype of two bytes in which operators compute; None: they do in fp32."""
     import torch
 
-    return {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision_of(config))
+    return {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision) if precision else None
 
 
 def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,15 +34,13 @@ from deepstow.strategies.planner.budget import device_budget
 from deepstow.strategies.report.short_plan import simulated
 from deepstow.strategies.report.table import table
 from deepstow.trainer.config.load import build, load_tree, merged
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.config.yaml_file import Key, one_line, write
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, TooLargeError
+from deepstow.trainer.machine.probe import Machine
 from deepstow.trainer.planning.facts import precision_of
 from deepstow.trainer.planning.from_config import plans_of
-
-if TYPE_CHECKING:
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.machine.probe import Machine
 
 A_MACHINE = 8  # ranks that share it
 BOUNDLESS = 1 << 50  # bytes of host memory, or of a disk: more than any machine has
@@ -141,10 +139,9 @@ class Fit:
     say: Callable[[str], None] = lambda line: None  # told of each plan before it is made
     short: bool = False  # no ways of training beyond the first that fits, but that of ``config``
 
-    def lines(self, *, as_given: bool = False) -> list[str]:
+    def lines(self) -> list[str]:
         """The heading, the answer and the table. See ``rows``."""
-        rows = self.rows(as_given=as_given)
-        return [*self.heading(), "", *lines(rows)]
+        return [*self.heading(), "", *lines(self.rows())]
 
     def rows(self, *, as_given: bool = False) -> list[FitRow]:
         """All rows; with ``as_given`` the first one is the config as it is, if it has strategies. Raises ConfigError if

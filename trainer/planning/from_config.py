@@ -55,14 +55,7 @@ WRITTEN = (
 )  # by a run
 
 
-def plan_of(
-    config: RunConfig,
-    ranks: Ranks,
-    machine: Machine,
-    *,
-    masked: bool = True,
-    resumes: bool = False,
-) -> Plan:
+def plan_of(config: RunConfig, ranks: Ranks, machine: Machine, *, masked: bool = True, resumes: bool = False) -> Plan:
     """The plan of a run. On a single machine the block times are used that an earlier run in the same folder measured;
     a run that ``resumes`` uses those that it started with. ``masked``: attention needs a mask (``run/collated.py``).
 

@@ -14,11 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepstow.strategies.core.compose import degrees as degrees_of
 from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import EXPERT, Facts, Param, Rates, UnitKind
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Axis, HasBudget, Refusal
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid import keys
@@ -31,7 +32,10 @@ from deepstow.strategies.planner.step_cost import HIDDEN, NEAR, plan_cost, step_
 from deepstow.strategies.report import hybrid_table, run_budget
 from deepstow.strategies.report.run_budget import Asked, Step
 from deepstow.trainer.config.load import build
+from deepstow.trainer.config.sections import RunConfig
+from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, first_line
+from deepstow.trainer.machine.probe import Machine
 from deepstow.trainer.machine.profiles import COMMAND, across, known_rates, stored_at
 from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning.facts import check_model, gather, run_facts
@@ -39,24 +43,12 @@ from deepstow.trainer.planning.fit import changes
 from deepstow.trainer.planning.from_config import narrowed
 from deepstow.trainer.tasks.task import only_language
 
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.distributed.ranks import Ranks
-    from deepstow.trainer.machine.probe import Machine
-
 MICRO_BATCHES = (1, 2, 4)
 Say = Callable[[str], None]
 
 
 def search(
-    config: RunConfig,
-    ranks: Ranks,
-    machine: Machine,
-    gigabits: float | None,
-    say: Say,
-    *,
-    lossy: bool = False,
+    config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, say: Say, *, lossy: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
     """The lines of the report, and the same for programs.
 

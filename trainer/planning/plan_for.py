@@ -28,7 +28,7 @@ from deepstow.trainer.distributed.ranks import from_environment
 from deepstow.trainer.errors import CountingError, first_line
 from deepstow.trainer.machine.probe import Machine, probe
 from deepstow.trainer.planning.evaluation import DEFAULT, Evaluation
-from deepstow.trainer.planning.facts import ModelCount, count_of, facts_of, under_autocast
+from deepstow.trainer.planning.facts import ModelCount, count_of, facts_of, half_of, under_autocast
 
 if TYPE_CHECKING:
     import torch
@@ -236,15 +236,9 @@ def count_live(
     from deepstow.trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    half = _half(autocast)
+    half = half_of(autocast)
     found = Counter(model) if batch is None else _counted(model, batch, half)
     return count_of(model, found, group_of, lambda param: str(param.dtype).removeprefix("torch."), half)
-
-
-def _half(autocast: Precision | None) -> torch.dtype | None:
-    import torch
-
-    return {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(autocast) if autocast else None
 
 
 def _counted(model: nn.Module, batch: Batch, autocast: torch.dtype | None) -> Counter:
@@ -271,7 +265,7 @@ def _evaluation_bytes(model: nn.Module, batch: Batch, autocast: Precision | None
     from deepstow.strategies.engine.forward import chunked_loss
     from deepstow.trainer.model.temporaries import peak_of
 
-    with _on_fakes(model, _with_rows(batch, rows), _half(autocast)) as call, torch.no_grad():
+    with _on_fakes(model, _with_rows(batch, rows), half_of(autocast)) as call, torch.no_grad():
         model.eval()
         with chunked_loss.counting(model) if chunked else nullcontext():
             return peak_of(model, call)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine import stow
 from deepstow.strategies.engine.tensors.quantised import scales_bytes
 from deepstow.trainer.errors import first_line
+from deepstow.trainer.machine.probe import Machine
 from deepstow.trainer.planning.plan_for import plan_for
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.trainer.machine.probe import Machine
 
 
 def weights_of(model: Any) -> int:

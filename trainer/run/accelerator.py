@@ -6,11 +6,13 @@ an evaluation are gathered from one rank of each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -18,11 +20,6 @@ from deepstow.strategies.engine import StowOptimizer, stowed_by
 from deepstow.trainer.execution.base import Execution
 from deepstow.trainer.execution.stowed import Stowed
 from deepstow.trainer.run import loading
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
 
 
 class StowAccelerator(Accelerator):

@@ -30,7 +30,7 @@ class Begin(TrainerCallback):
         self._session, self._together = session, together
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for line in self._together.on_first(self._session.ranks.rank, self._write):
+        for line in self._together.on_first(self._write):
             self._session.say(line)
 
     def _write(self) -> list[str]:

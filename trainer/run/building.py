@@ -12,35 +12,42 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from deepstow.strategies.core.compose import degrees
+from deepstow.strategies.core.compose import degrees, in_order
+from deepstow.strategies.core.facts import EXPERT, Precision
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Axis
 from deepstow.strategies.engine import StowOptimizer
+from deepstow.strategies.engine.forward.compiled import compile_blocks
+from deepstow.strategies.engine.tensors.quantised import is_quantised
 from deepstow.strategies.parallel import deepspeed, stages
 from deepstow.strategies.parallel.stages import Stage
-from deepstow.strategies.parallel.tensor_shards import whole_shape
+from deepstow.strategies.parallel.tensor_shards import Shard, whole_shape
 from deepstow.strategies.planner.step_cost import step_flops
 from deepstow.strategies.state.sealed import digest_of
+from deepstow.trainer.config.sections import ModelSection, RunConfig
 from deepstow.trainer.data import endings
+from deepstow.trainer.data.collate import Collator
+from deepstow.trainer.data.report import MANY
 from deepstow.trainer.distributed.agreement import WEEK_S, agreement
 from deepstow.trainer.distributed.ranks import name_device
-from deepstow.trainer.errors import ConfigError, warning, write_line
-from deepstow.trainer.model import build, contents, mapped, parts, tying
+from deepstow.trainer.errors import ConfigError, DataError, warning, write_line
+from deepstow.trainer.model import attention, build, contents, mapped, parts, tying
 from deepstow.trainer.model.adapters import loraplus
-from deepstow.trainer.model.build import config_of
+from deepstow.trainer.model.build import config_of, with_lora
 from deepstow.trainer.planning import facts
 from deepstow.trainer.registry import codes
-from deepstow.trainer.run import checkpoint, inputs, metrics, model_changes, resuming, trackers
+from deepstow.trainer.run import checkpoint, inputs, metrics, resuming, trackers
 from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, sample_prompt
 from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
 from deepstow.trainer.run.plan_check import PlanCheck
 from deepstow.trainer.run.profile import Profile
 from deepstow.trainer.run.stage_trial import form_of_stages
-from deepstow.trainer.run.task_trainer import adapters_follow, class_for, left_out, options
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.task import loaded
+from deepstow.trainer.tasks.task import Task, loaded, mean_over_tokens, token_losses
 
 if TYPE_CHECKING:
     from deepstow.trainer.run.session import Session
@@ -95,7 +102,9 @@ def make_model(session: Session) -> Built:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(session.tokenizer, name))
-    in_spans, sliced = model_changes.loads_spans(config, plan), model_changes.loads_slices(source, plan)
+    # Others would look at weights before the engine is given them: adapters, and Trainers that copy the model.
+    in_spans = task.language and config.model.lora is None and plan.loads_spans
+    sliced = loads_slices(source, plan)
     split, apart = deepspeed.stage(plan) == 3, plan.facts.run.apart > 0
     form, untied = form_of_stages(config), plan.facts.run.untied
     make = partial(build.build, sliced or section, hf_config, seed=seed, partitioned=split, task=task, untied=untied)
@@ -106,10 +115,10 @@ def make_model(session: Session) -> Built:
         return Built(weights)
 
     def fill(names: Collection[str]) -> None:
-        shards = model_changes.shards(weights, config, session.ranks.rank)
+        shards = shards_of(weights, config, session.ranks.rank)
         if sliced is None and (line := parts.fill(weights, names, section.name_or_path, seed, make, shards=shards)):
             session.say(line)
-        model_changes.to_compute(weights, plan)
+        to_compute(weights, plan)
 
     def give_away(give: parts.Give) -> PreTrainedModel:
         twin = make(on_meta=True)
@@ -121,12 +130,14 @@ def make_model(session: Session) -> Built:
         first, writes = session.ranks.rank - session.ranks.local_rank, session.ranks.is_first_local
         with agreement(session.ranks, WEEK_S) as together:
             mapped.load(weights, give_away, session.folder / f"weights-{first}.part", together, writes=writes)
-        weights = model_changes.adapted(weights, section, seed)
+        if section.lora is not None:  # as ``build`` adds adapters
+            torch.manual_seed(seed)
+            weights = with_lora(weights, section.lora, adapter=section.adapter)
     if apart:
         fill(dict(weights.named_parameters(remove_duplicate=False)))
     stage, pour = None, None
     if form is None:
-        model_changes.to_compute(weights, plan)
+        to_compute(weights, plan)
         if in_spans:
             parts.hollow(weights)
             pour = partial(parts.pour, weights, make, section.name_or_path, seed, say=session.say)
@@ -139,7 +150,7 @@ def make_model(session: Session) -> Built:
         except stages.CannotCut as error:
             line = f"strategies.pipeline: {error}"
             raise ConfigError(config.located("strategies.pipeline", line)) from None
-    model_changes.apply_strategies(weights, config, plan)
+    apply_strategies(weights, config, plan)
     for recipe in config.switched_on:
         recipe.set_loss(weights, session)
     return Built(weights, stage, pour)
@@ -244,8 +255,8 @@ def make_meter(session: Session, device: torch.device) -> Meter:
 def describe(session: Session, stage: Stage | None, model: PreTrainedModel) -> About:
     """``about`` the model as the Trainer has it; adapters that it has added are part of the plan."""
     if adapters_follow(session.config):
-        model_changes.to_compute(model, session.plan)
-        model_changes.apply_strategies(model, session.config, session.plan)
+        to_compute(model, session.plan)
+        apply_strategies(model, session.config, session.plan)
     return about(session, stage, model)
 
 
@@ -290,3 +301,99 @@ def code_of(session: Session) -> dict[str, str]:
         *(part.asked_reader() for part in data),
     ]
     return codes(things) | session.user_callbacks.codes
+
+
+# --- what a run does with a model that was built -----------------------------------------------------------------
+
+
+def shards_of(weights: PreTrainedModel, config: RunConfig, rank: int) -> dict[str, Shard]:
+    """The parts that ``rank`` has of parameters of which it is given some rows alone."""
+    ways, found = degrees(config.strategies).get(Axis.EXPERTS, 1), {}
+    for name, param in weights.named_parameters():
+        if ways > 1 and EXPERT.search(name):
+            sizes = (len(param) // ways,) * ways
+            found[name] = Shard(0, sizes, rank % ways, tuple(param.shape))
+    return found
+
+
+def loads_slices(config: RunConfig, plan: Plan) -> ModelSection | None:
+    """The model, without adapters, of which tensor ranks load slices; None: they load no slices. Adapters are added to
+    what is loaded; on random weights they go on with the numbers of these, which every rank has to draw for that.
+    """
+    section = config.model
+    if plan.facts.run.tensor == 1 or (section.lora is not None and section.name_or_path is None):
+        return None
+    return section.model_copy(update={"lora": None, "adapter": None})
+
+
+def to_compute(weights: PreTrainedModel, plan: Plan) -> None:
+    """Give weights that the engine computes with in bf16 that dtype."""
+    if plan.layout is not None and plan.facts.run.precision is Precision.BF16:
+        for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
+            if not is_quantised(parameter):
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def apply_strategies(weights: PreTrainedModel, config: RunConfig, plan: Plan) -> None:
+    """Let recipes change the model, and compile blocks, if the config says so; then let each strategy and those that it
+    implies change the model, in the order of deciding. Names stay the same.
+    """
+    for recipe in config.switched_on:
+        recipe.apply(weights, config)
+    if (backend := config.training.compile_backend) is not None:
+        compile_blocks(weights, backend)
+    for name, strategy in in_order(config.strategies).items():
+        before = _names_of(weights)
+        strategy.apply(weights, plan)
+        assert _names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"
+
+
+def _names_of(weights: PreTrainedModel) -> list[str]:
+    """The names of all modules, parameters and buffers, in order."""
+    kinds = (weights.named_modules(), weights.named_parameters(remove_duplicate=False), weights.named_buffers())
+    return [name for kind in kinds for name, _ in kind]
+
+
+# --- what is the task's ------------------------------------------------------------------------------------------
+
+
+def class_for(task: Task) -> type[Trainer]:
+    """The Trainer of a task, as one rank of a job."""
+    base = loaded(task.trainer)
+    return Trainer if base is transformers.Trainer else type("Trainer", (Trainer, base), {})
+
+
+def adapters_follow(config: RunConfig) -> bool:
+    """Whether the Trainer adds adapters to the model that it is given."""
+    return config.model.lora is not None and config.chosen_task.adds_adapters
+
+
+def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The keyword arguments of the Trainer that are the task's."""
+    task, packing = config.chosen_task, config.data.packing
+    if not task.language:
+        given = task.options(model, tokenizer, config)
+        if config.model.lora is not None and config.model.adapter is None and task.adds_adapters:
+            given["peft_config"] = build.lora_config(config.model.lora, task)
+        return given
+    # Flash attention takes packed documents as one long row instead of a batch of rows.
+    flatten = packing and str(config.model.attn_implementation).startswith("flash_attention")
+    least = config.data.max_length if config.training.compile_backend else 0
+    documents = packing and attention.takes_documents(config)
+    pad: Any = tokenizer.pad_token_id
+    losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
+    columns = {name: make for each in config.switched_on for name, make in each.columns(config).items()}
+    collate = Collator(pad, packing, flatten=flatten, least=least, documents=documents, columns=columns)
+    return {"data_collator": collate, **losses}
+
+
+def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:
+    """A line about how many of the rows that it was given a Trainer of TRL has dropped; empty if none. Raise DataError
+    if all.
+    """
+    left = len(trainer.train_dataset)  # type: ignore[arg-type]
+    line = f"data: {found - left:,} of {found:,} rows are dropped: their prompts fill data.max_length"
+    cure = f"raise it from {config.data.max_length}"
+    if not left:
+        raise DataError(f"{line}; {cure}")
+    return warning(f"{line}; {cure}") if (found - left) * MANY > found else line if left < found else ""

@@ -10,26 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
+from math import ceil, inf
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from deepstow.strategies.core.compose import requirements_of
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Requirement
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.parallel import deepspeed
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.data import collate
 from deepstow.trainer.distributed import deepspeed_ops
-from deepstow.trainer.distributed.ranks import collectives_of
+from deepstow.trainer.distributed.ranks import Ranks, collectives_of
+from deepstow.trainer.errors import first_line
 from deepstow.trainer.model import build, folder, tying
 from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import facts, from_config
-from deepstow.trainer.run import further, machines, metrics, schedule, stage_trial, trackers, upload
+from deepstow.trainer.run import machines, metrics, results, stage_trial, trackers, upload
 from deepstow.trainer.run.user_callbacks import UserCallbacks
 
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.distributed.ranks import Ranks
+WITHOUT_OPTIONS = ("constant", "constant_with_warmup")  # schedules
 
 
 class Before(Enum):
@@ -68,6 +73,32 @@ def refuse_folders(config: RunConfig, ranks: Ranks) -> None:
         raise config.error("training.save_on_each_node", True, f"{what} put output_dir where all machines see it")
 
 
+def refuse_schedule(config: RunConfig) -> None:
+    """Raise ConfigError for options that the scheduler does not take, without which it cannot be made, or that give a
+    rate that is negative or no number where the course begins, in its middle or where it ends.
+    """
+    args, key = config.training, "training.lr_scheduler_kwargs"
+    kind, given = args.lr_scheduler_type or "linear", args.lr_scheduler_kwargs
+    if given and kind in WITHOUT_OPTIONS:
+        raise config.error(key, given, f"lr_scheduler_type {kind} takes no options; leave it out")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    steps = args.max_steps if args.max_steps > 0 else 1_000_000
+    share = args.warmup_steps or 0
+    warm_up = ceil(share * steps) if share < 1 else int(share)
+    at, said = 0, ""
+    try:
+        made = get_scheduler(kind, optimizer, warm_up, steps, dict(given or {}))
+        for at in (warm_up, (warm_up + steps) // 2, steps - 1, steps) if isinstance(made, LambdaLR) else ():
+            part = made.lr_lambdas[0](at)
+            if isinstance(part, complex) or not 0 <= part < inf:
+                said = f"the learning rate would be {part} of training.learning_rate"
+                break
+    except Exception as error:  # options can be wrong in any way
+        said = first_line(error)
+    if said:
+        raise config.error(key, given, f"lr_scheduler_type {kind}: {said}{f' at step {at}' * (at > 0)}")
+
+
 def refuse_min_lr(config: RunConfig, stage: int | None) -> None:
     """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
     not know the first rate, which ``min_lr`` is a part of.
@@ -97,7 +128,7 @@ CHECKS: Mapping[Before, Mapping[str, Callable[[Any], object]]] = {
             else None
         ),
         "trackers": lambda run: trackers.refuse(run.config),
-        "schedule": lambda run: schedule.refuse(run.config),
+        "schedule": lambda run: refuse_schedule(run.config),
         "folders": lambda run: refuse_folders(run.config, run.ranks),
         "compiler": lambda run: deepspeed_ops.refuse_what_cannot_be_built() if _has_engine(run) else None,
         # From here on code that the config names runs.
@@ -123,7 +154,7 @@ CHECKS: Mapping[Before, Mapping[str, Callable[[Any], object]]] = {
     Before.SHOWING: {
         "one plan": lambda run: machines.refuse_other_plans(run.ranks, run.plans),
         "packing": lambda run: collate.check_packing(run.config),
-        "exports": lambda run: further.refuse(run.config),
+        "exports": lambda run: results.refuse(run.config),
         "batch": lambda run: collate.check_batch(run.config, run.rows, run.plan.facts.run.replicas),
         "stages": lambda run: None if _is_described(run) else stage_trial.form_of_stages(run.config),
         "min_lr": lambda run: refuse_min_lr(run.config, deepspeed.stage(run.plan)),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.data import prepare as preparing
 from deepstow.trainer.data import report, sample
 from deepstow.trainer.data import rows as task_rows
 from deepstow.trainer.data import tokenizer as tokenizers
+from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.distributed.agreement import first_then_all
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, write_line, write_nothing
@@ -20,14 +23,8 @@ from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import picture
 from deepstow.trainer.run import inputs
 from deepstow.trainer.run.checks import Before, check
+from deepstow.trainer.run.resuming import Resumed
 from deepstow.trainer.tasks.task import only_language
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.data.prepare import Prepared
-    from deepstow.trainer.run.resuming import Resumed
 
 
 def opened(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> tuple[PreTrainedTokenizerBase, Prepared]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.sizes import human
@@ -19,20 +19,16 @@ from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.config.sections import ModelSection
 from deepstow.trainer.config.yaml_file import COMMAND_LINE, one_line
 from deepstow.trainer.data.rows import columns_of
-from deepstow.trainer.data.sources import is_on_hub, open_source
+from deepstow.trainer.data.sources import Source, is_on_hub, open_source
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, first_line, nearest_file
+from deepstow.trainer.machine.probe import Machine
 from deepstow.trainer.model import build, folder, hub
 from deepstow.trainer.model.build import config_of
-from deepstow.trainer.planning.fit import FOUR_BITS, Fit, fastest
+from deepstow.trainer.planning.fit import FOUR_BITS, Fit, FitRow, fastest
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.run.finished import NAME
 from deepstow.trainer.tasks.task import TASKS
-
-if TYPE_CHECKING:
-    from deepstow.trainer.data.sources import Source
-    from deepstow.trainer.machine.probe import Machine
-    from deepstow.trainer.planning.fit import FitRow
 
 Tree = dict[str, Any]
 MOST_LABELS = 1000

@@ -54,7 +54,7 @@ def compare(config: RunConfig, ranks: Ranks, resumed: Resumed) -> None:
             resumed.compare_fact(config, fact, weights, resumed.weights)
         for recipe in config.switched_on:
             if recipe.files is not None and (saved := getattr(run.data, recipe.files.fact)):
-                now = together.on_first(ranks.rank, partial(recipe.hash_of_files, config))
+                now = together.on_first(partial(recipe.hash_of_files, config))
                 resumed.compare_fact(config, recipe.files.fact, saved, now)
     assert not resumed.places, f"{sorted(resumed.places)} have not been compared"
 

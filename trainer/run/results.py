@@ -2,26 +2,35 @@
 
 The first rank makes all of it, and the others wait for it with their watchdogs, in a group that is open since the
 beginning: of a rank that dies, or ends with an error, they know at once.
+
+Invariant. What is made of the export, in ``<output_dir>/export-NAME``, is sealed under the manifest of that and what
+else decides it. A run that is started again makes what is missing or damaged, of the export that is there, without a
+step of training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.sizes import human
-from deepstow.trainer.config.recipe import Exact
+from deepstow.strategies.state.commit import replaced_folder, same_modes
+from deepstow.strategies.state.sealed import MANIFEST, intact, seal, size_and_hash
+from deepstow.trainer.config.recipe import Exact, Writer
 from deepstow.trainer.errors import DiskFails, write_line
 from deepstow.trainer.model import attention
 from deepstow.trainer.planning.from_config import budget_of
-from deepstow.trainer.run import checkpoint, disk, earlier, export, finished, further
+from deepstow.trainer.registry import blamed, codes
+from deepstow.trainer.run import checkpoint, disk, earlier, export, finished
 from deepstow.trainer.run.callbacks import SAID, of_best, perplexity
+from deepstow.trainer.run.earlier import FURTHER
 
 if TYPE_CHECKING:
+    from deepstow.trainer.config.recipe import Recipe
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.distributed.agreement import Agreement
     from deepstow.trainer.run.session import Session
@@ -62,7 +71,7 @@ def finish(session: Session, trainer: Trainer, together: Agreement) -> None:
                 write_line(f"the export of before is now in {aside}")
             return about
 
-    about = together.on_first(session.ranks.rank, make_way)
+    about = together.on_first(make_way)
     for recipe in session.config.switched_on:
         recipe.after_training(trainer.model, session.config)
     with exporting(session):
@@ -105,7 +114,74 @@ def following(config: RunConfig) -> str:
 def export_further(session: Session, together: Agreement) -> None:
     """Make what else the config exports, on the first rank, once training has left the device."""
     config = session.config
-    if not further.names(config):
+    if not names(config):
         return
-    exact = Exact(further.exact_of(config), session.tokenizer, session.prepared.eval, budget_of(config, session.plan))
-    together.on_first(session.ranks.rank, partial(further.make, config, exact))
+    exact = Exact(exact_of(config), session.tokenizer, session.prepared.eval, budget_of(config, session.plan))
+    together.on_first(partial(make, config, exact))
+
+
+def folder_of(config: RunConfig, name: str) -> Path:
+    """Where one is."""
+    return Path(config.training.output_dir) / f"export-{name}"
+
+
+def refuse(config: RunConfig) -> None:
+    """Raise ConfigError for what cannot be made of the model."""
+    for recipe in config.switched_on:
+        recipe.refuse(config)
+
+
+def names(config: RunConfig) -> list[str]:
+    """Those that are asked for."""
+    return [name for recipe in config.switched_on for name in recipe.exports(config)]
+
+
+def missing(config: RunConfig) -> list[str]:
+    """Those that are asked for and are not there, whole and made of the export that is there."""
+    return [name for recipe in config.switched_on for name in _missing(config, recipe)]
+
+
+def _missing(config: RunConfig, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """What decides each that ``recipe`` has to make."""
+    found, code = dict[str, dict[str, Any]](), codes([recipe])
+    for name, by_recipe in recipe.exports(config).items():
+        own = dict(by_recipe) | ({"recipe": code} if code else {})
+        with suppress(OSError):  # there is no exact one
+            if intact(folder_of(config, name), FURTHER, {"decided by": _decided(config, own)}):
+                continue
+        found[name] = own
+    return found
+
+
+def exact_of(config: RunConfig) -> Path:
+    """Where the exact export is."""
+    return Path(config.training.output_dir) / "export"
+
+
+def _decided(config: RunConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides an export: the exact one, and what its recipe says."""
+    return {"of": size_and_hash(exact_of(config) / MANIFEST)[1], **own}
+
+
+def make(config: RunConfig, exact: Exact) -> None:
+    """Make what is missing. Raise ExportError if one is not what was made, after reloading."""
+    output, writers = Path(config.training.output_dir), list[Writer]()
+    for recipe in config.switched_on:
+        absent = _missing(config, recipe)
+        if not absent:
+            continue
+        writer, is_outside = recipe.writer(config, exact), bool(codes([recipe]))
+        writers.append(writer)
+        for name, own in absent.items():
+            folder = folder_of(config, name)
+            if aside := earlier.move_aside([folder], output, overwrite=config.training.overwrite):
+                write_line(f"the {folder.name} of before is now in {aside}")
+            with replaced_folder(folder) as draft:
+                with blamed(recipe.name, "write") if is_outside else nullcontext():
+                    about = writer.write(name, draft)
+                exact.tokenizer.save_pretrained(draft)
+                same_modes(draft)
+                seal(draft, FURTHER, {"decided by": _decided(config, own), **about})
+            writer.wrote(name, folder)
+    for writer in writers:
+        writer.end()

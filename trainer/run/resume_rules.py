@@ -48,9 +48,7 @@ class _Content(NamedTuple):
 
 _CONTENTS: Mapping[str, _Content] = {
     "tokenizer": _Content(
-        "model.tokenizer",
-        "",
-        "it is not the one that {} was saved with, and the model has learned that one's tokens",
+        "model.tokenizer", "", "it is not the one that {} was saved with, and the model has learned that one's tokens"
     ),
     "sources": _Content("data.path", "data", "the rows made of it are not those that {} was trained on"),
     "evaluation": _Content("data.eval_path", "data", "the rows made of it are not those that {} was evaluated on"),

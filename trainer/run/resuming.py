@@ -19,29 +19,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import PretrainedConfig, TrainerCallback, TrainerState
 
 from deepstow.strategies.core.protocol import Axis
 from deepstow.strategies.core.resume import rule_at
 from deepstow.trainer.config.arguments import TrainingSection
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.data.prepare import Contents
 from deepstow.trainer.distributed.agreement import DAY_S, agreement
+from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, DiskFails, write_line
 from deepstow.trainer.run import checkpoint, earlier, resume_rules
 from deepstow.trainer.run.checkpoint import Found
 from deepstow.trainer.run.resume_rules import FILES, Changes
 from deepstow.trainer.run.same_rows import Known
 from deepstow.trainer.tasks.task import loaded
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.distributed.ranks import Ranks
 
 METRIC = ("metric_for_best_model", "greater_is_better")
 
@@ -113,7 +109,7 @@ def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
     A collective. Raise ConfigError if there is none that could be resumed with this config.
     """
     with agreement(ranks, DAY_S) as together:
-        found, said = together.on_first(ranks.rank, lambda: _look(config))
+        found, said = together.on_first(lambda: _look(config))
     if found is None:
         return None
     if ranks.is_first:

@@ -20,20 +20,25 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import DistError
+from transformers import PreTrainedTokenizerBase
 
 from deepstow.strategies.core.applied import shown_by
 from deepstow.strategies.core.compose import requirements_of
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Requirement
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.config.saved_adapter import other_base
+from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.config.yaml_file import leaves
 from deepstow.trainer.data import endings
+from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.distributed.agreement import DAY_S, Agreement, agreement
 from deepstow.trainer.distributed.ranks import Ranks, process_group, quiet_libraries
 from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
+from deepstow.trainer.distributed.watchdog import Watchdog
 from deepstow.trainer.errors import ExitCode, warning, write_line, write_nothing
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.probe import Machine, probe
@@ -46,7 +51,6 @@ from deepstow.trainer.run import (
     building,
     failures,
     finished,
-    further,
     inputs,
     loading,
     lock,
@@ -62,16 +66,8 @@ from deepstow.trainer.run.checks import Before, check
 from deepstow.trainer.run.collated import collated
 from deepstow.trainer.run.data import opened
 from deepstow.trainer.run.failures import timeout_s
+from deepstow.trainer.run.resuming import Resumed
 from deepstow.trainer.run.user_callbacks import UserCallbacks, keeping
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.data.prepare import Prepared
-    from deepstow.trainer.distributed.watchdog import Watchdog
-    from deepstow.trainer.run.resuming import Resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +136,13 @@ def in_group(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
             together.refuse_different({".".join(key): value for key, value in leaves((), config.tree())})
             if ranks.is_first and (line := loading.shortage(config, ranks.local_world_size)):
                 write_line(line)
-            stop.ended.lock = together.on_first(ranks.rank, partial(_locked, config, stop, held))
+            stop.ended.lock = together.on_first(partial(_locked, config, stop, held))
             resumed = resuming.decide(config, ranks)
             with agreement(ranks, DAY_S) as patient:  # exports are read as a whole
                 over = patient.on_first(
-                    ranks.rank, lambda: finished.before(config, resumed.found, resumed.changed) if resumed else None
+                    lambda: finished.before(config, resumed.found, resumed.changed) if resumed else None
                 )
-                incomplete = over is not None and bool(patient.on_first(ranks.rank, lambda: further.missing(config)))
+                incomplete = over is not None and bool(patient.on_first(lambda: results.missing(config)))
             if over is None or incomplete:
                 session = prepare(config, ranks, resumed, over)
                 train(session, stop, together, watchdog)
@@ -157,7 +153,7 @@ def in_group(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
                     opened(config, ranks, resumed)
                 if ranks.is_first:
                     write_line(over)
-            together.on_first(ranks.rank, lambda: upload.upload(config))  # all ranks meet, before any says it is over
+            together.on_first(lambda: upload.upload(config))  # all ranks meet, before any says it is over
             if ranks.is_first:
                 write_line(results.following(config))
         failures.say_end(ExitCode.FINISHED, stop)
@@ -213,7 +209,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, ove
 
 def train(session: Session, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
     """Train, and make all exports."""
-    together.on_first(session.ranks.rank, partial(check, Before.WEIGHTS, config=session.config))
+    together.on_first(partial(check, Before.WEIGHTS, config=session.config))
     with shown_by(session.applied.append) if session.ranks.is_first else nullcontext():
         session = before_training(session)
         _train(session, stop, together, watchdog)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deepstow.strategies.core.optimizers import STATE
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.engine import StowOptimizer, UpdateRule, stow, stowed_by
 from deepstow.strategies.engine.forward.checkpointing import recompute
@@ -33,9 +34,6 @@ from deepstow.trainer.execution.stowed import Stowed
 from deepstow.trainer.planning.plan_for import plan_for, shape_of
 from deepstow.trainer.run import training_state
 from deepstow.trainer.run.accelerator import StowAccelerator
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
 
 
 def stowed(base: type, **options: Any) -> type:

@@ -17,12 +17,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
 from transformers.utils import logging as transformers_logging
 
@@ -39,9 +47,6 @@ from deepstow.trainer.model import folder as files
 from deepstow.trainer.model import hub, quantise
 from deepstow.trainer.planning.positions import declared
 from deepstow.trainer.run.finished import NAME
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 ELSE = "deepstow docs use says how else to use a model"
 OF_RUNS = ("config.yaml", "plan.txt", "metrics.jsonl")  # one of them is in the folder of a run
@@ -265,10 +270,7 @@ class Talk:
         known = (*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id)
         ends = sorted({each for each in known if isinstance(each, int)})
         padding = self.tokenizer.pad_token_id
-        self._ends = {
-            "eos_token_id": ends or None,
-            "pad_token_id": min(ends) if padding is None and ends else padding,
-        }
+        self._ends = {"eos_token_id": ends or None, "pad_token_id": min(ends) if padding is None and ends else padding}
         self.model.generation_config = GenerationConfig()
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import wait
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -28,11 +28,14 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
+from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.engine import NonFiniteError, StowOptimizer
+from deepstow.strategies.parallel.stages import Stage
 from deepstow.strategies.state.commit import same_modes
 from deepstow.strategies.state.sealed import Damaged
 from deepstow.strategies.state.spans import WEIGHT
 from deepstow.trainer.errors import ConfigError, first_line, write_line
+from deepstow.trainer.execution.base import Execution, Place
 from deepstow.trainer.execution.choice import execution_of
 from deepstow.trainer.model import apart, loss_terms
 from deepstow.trainer.model.mapped import Spilled
@@ -40,15 +43,10 @@ from deepstow.trainer.run import checkpoint, saving, training_state
 from deepstow.trainer.run.appended import Mounted
 from deepstow.trainer.run.callbacks import EarlyStopping, Meter
 from deepstow.trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
+from deepstow.trainer.run.plan_check import PlanCheck
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
 from deepstow.trainer.run.trackers import SkipsFailedSaves
 from deepstow.trainer.tasks.task import scores
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
-    from deepstow.strategies.parallel.stages import Stage
-    from deepstow.trainer.execution.base import Execution, Place
-    from deepstow.trainer.run.plan_check import PlanCheck
 
 
 class Trainer(StowedTrainer, transformers.Trainer):

@@ -18,7 +18,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from deepstow.strategies.core.cgroups import usable_cores
 from deepstow.strategies.core.compose import degrees
 from deepstow.strategies.core.layout import Site
-from deepstow.strategies.core.plan import RUN, Place
+from deepstow.strategies.core.plan import RUN, Place, Plan
 from deepstow.strategies.core.protocol import Axis, CutsBlocks
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.engine.memory import accelerator
@@ -50,9 +50,6 @@ from deepstow.trainer.run import building
 from deepstow.trainer.run.session import Session
 from deepstow.trainer.run.user_callbacks import UserCallbacks
 from deepstow.trainer.tasks.task import only_language
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.plan import Plan
 
 ROWS = 64
 _KEPT = """

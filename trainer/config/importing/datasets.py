@@ -58,10 +58,7 @@ class Words(NamedTuple):
         ))  # fmt: skip
 
 
-AXOLOTL = {
-    "chatml": Words(*CHATML),
-    "llama3": Words(*HEADERS, begins="bos_token", content="message['content'] | trim"),
-}
+AXOLOTL = {"chatml": Words(*CHATML), "llama3": Words(*HEADERS, begins="bos_token", content="message['content'] | trim")}
 LLAMA_FACTORY = {  # where what follows an answer's end is trained on
     "chatml": Words(*CHATML, after_trained=True, pairs=True),
     "qwen": Words(*CHATML, after_trained=True, pairs=True, system=QWEN),

@@ -101,9 +101,9 @@ class Distill(Recipe):
         return [asked.loss, asked.top_k, asked.on]
 
     def counted_loss(self, model: Any, config: RunConfig, shape: tuple[int, int]) -> Mapping[str, Any]:
-        from deepstow.trainer.recipes.distill import student
+        from deepstow.trainer.recipes.distill import loss
 
-        return student.counted(model, config, shape)
+        return loss.counted(model, config, shape)
 
     def plan_lines(self, config: RunConfig, plan: Plan, machine: Machine) -> Iterable[str]:
         from deepstow.trainer.planning.from_config import budget_of
@@ -133,15 +133,15 @@ class Distill(Recipe):
         return teacher.answered(session, session.recipes[self.name])
 
     def set_loss(self, model: Any, session: Session) -> None:
-        from deepstow.trainer.recipes.distill import student
+        from deepstow.trainer.recipes.distill import loss
 
         if (lesson := session.recipes.get(self.name)) is not None:  # no teacher was asked for a copy of a run
-            student.learn(model, session.config, lesson.how)
+            loss.learn(model, session.config, lesson.how)
 
     def columns(self, config: RunConfig) -> Mapping[str, Column]:
-        from deepstow.trainer.recipes.distill import student
+        from deepstow.trainer.recipes.distill import loss
 
-        return {TEACHER: student.answers_of}
+        return {TEACHER: loss.answers_of}
 
     def recorded(self, session: Session) -> Mapping[str, str]:
         lesson = session.recipes.get(self.name)

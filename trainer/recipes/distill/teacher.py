@@ -54,8 +54,7 @@ from deepstow.trainer.planning import facts
 from deepstow.trainer.planning.from_config import budget_of
 from deepstow.trainer.planning.streamed import placed, plan_within, weights_of
 from deepstow.trainer.recipes.distill import TEACHER, asked_of
-from deepstow.trainer.recipes.distill.loss import Distillation, answers, keep_state
-from deepstow.trainer.recipes.distill.student import comparison, width_of
+from deepstow.trainer.recipes.distill.loss import Distillation, answers, comparison, keep_state, width_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -113,7 +112,7 @@ def check(session: Session) -> Lesson:
     given = config, session.tokenizer, session.prepared, build.config_of(config).get_text_config()
     budget = budget_of(config, session.plan)
     with agreement(session.ranks, DAY_S) as together:
-        lesson = together.on_first(session.ranks.rank, lambda: lesson_of(*given, budget, home, write_line))
+        lesson = together.on_first(lambda: lesson_of(*given, budget, home, write_line))
     for section in sections_of(config).values():
         check_packing(config.model_copy(update={"model": section}))
     return lesson

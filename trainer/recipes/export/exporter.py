@@ -1,4 +1,4 @@
-"""What makes another form of the trained model; those of the tree are in ``programs.py``."""
+"""What makes another form of the trained model. Programs, of ``torch.export`` or ONNX, are made by ``graph.py``."""
 
 from __future__ import annotations
 
@@ -43,4 +43,32 @@ class Exporter:
         raise NotImplementedError
 
 
-EXPORTERS: Registry[Exporter] = Registry(Exporter, "deepstow.exporters", "deepstow.trainer.recipes.export.programs")
+EXPORTERS: Registry[Exporter] = Registry(Exporter, "deepstow.exporters", "deepstow.trainer.recipes.export.exporter")
+
+
+@EXPORTERS.add
+class TorchExport(Exporter):
+    """For ``torch.export.load``, AOTInductor, ExecuTorch."""
+
+    name = "torch_export"
+    folder = "torch"
+    language = True
+
+    def refuse(self, config: RunConfig) -> str:
+        from deepstow.trainer.recipes.export import graph
+
+        return graph.refused(config, self.name)
+
+    def export(self, exact: Path, out: Path, config: RunConfig) -> str:
+        from deepstow.trainer.recipes.export import graph
+
+        return graph.make(config, self.name, exact, out)
+
+
+@EXPORTERS.add
+class Onnx(TorchExport):
+    """For onnxruntime and its like."""
+
+    name = "onnx"
+    folder = "onnx"
+    packages = ("onnx", "onnxscript", "onnxruntime")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from deepstow.strategies.core.facts import UnitKind
-
-if TYPE_CHECKING:
-    from deepstow.strategies.core.facts import Param, Unit
-    from deepstow.trainer.recipes.prune import PruneSection
+from deepstow.strategies.core.facts import Param, Unit, UnitKind
+from deepstow.trainer.recipes.prune import PruneSection
 
 SUFFIX = ".weight"
 

@@ -68,7 +68,7 @@ def check(session: Session) -> Smaller:
     config, host = session.config, session.machine.host_available_bytes
     budget = budget_of(config, session.plan)
     with agreement(session.ranks, DAY_S) as together:
-        return together.on_first(session.ranks.rank, lambda: _check(config, session.prepared, budget, host))
+        return together.on_first(lambda: _check(config, session.prepared, budget, host))
 
 
 def _check(config: RunConfig, prepared: Prepared, budget: int, host_bytes: int) -> Smaller:
@@ -141,9 +141,7 @@ def made(session: Session, asked: Smaller) -> Session:
     config, ranks = session.config, session.ranks
     device = device_of("cpu" if config.training.use_cpu else None)
     with agreement(ranks, WEEK_S) as together:
-        together.on_first(
-            ranks.rank, lambda: None if _is_whole(asked) else _make(config, asked, session.prepared, device)
-        )
+        together.on_first(lambda: None if _is_whole(asked) else _make(config, asked, session.prepared, device))
     section = config.model.model_copy(update={"name_or_path": str(asked.folder)})
     return replace(session, source=config.model_copy(update={"model": section, "prune": None}))
 
