@@ -89,6 +89,7 @@ def serving() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     row = StoreKind("in another process", holds_weights=False, bytes_per_s=(1e9, 5e8))
+    monkeypatch.setattr(rates, "MOST_BYTES", 2 * rates.PIECE)  # to be written where rates are measured
     monkeypatch.setitem(on_disk.STORES, "tcp", row)  # type: ignore[arg-type]
     monkeypatch.setitem(tiers.KINDS, "tcp", OtherProcess)  # type: ignore[arg-type]
 
