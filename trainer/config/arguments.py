@@ -37,7 +37,7 @@ def one_of(registry: Registry[Any], elsewhere: Mapping[str, str] = MappingProxyT
     reference = Annotated[str, Field(pattern=f"^{REFERENCE}$")]
 
     def known(value: Any) -> Any:
-        if isinstance(value, str) and value in elsewhere:
+        if isinstance(value, str) and value in elsewhere and value not in names:
             raise ValueError(elsewhere[value])
         return value
 
