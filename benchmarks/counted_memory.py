@@ -111,7 +111,7 @@ def case(family: str, way: str) -> tuple[int, int, int, int, int]:
     dtype, offload = WAYS[way]
     torch.manual_seed(0)
     model = make().to(dtype).train()
-    batch, more = (
+    batch, evaluated = (
         {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch_of(n).items()} for n in (ROWS, EVALUATED)
     )
     plan = plan_for(model, batch=batch, max_grad_norm=1.0, **offload or {})
@@ -119,10 +119,10 @@ def case(family: str, way: str) -> tuple[int, int, int, int, int]:
     if offload is None:
         plan = compose({}, plan.facts)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        there, hosted = 3 * sum(param.nbytes for param in model.parameters()), 0
+        at_rest, hosted = 3 * sum(param.nbytes for param in model.parameters()), 0
     else:
         optimizer = stow(model, plan, rule=AdamW(), device="cpu")
-        there, hosted = optimizer.device_bytes, optimizer.host_bytes
+        at_rest, hosted = optimizer.device_bytes, optimizer.host_bytes
     for step in range(3):
         with Live() if step == 2 else nullcontext() as live:
             model(**batch).loss.backward()
@@ -134,10 +134,10 @@ def case(family: str, way: str) -> tuple[int, int, int, int, int]:
         optimizer.zero_grad()
     model.eval()
     with torch.no_grad(), Live() as looked:
-        model(**more)
+        model(**evaluated)
     assert live is not None
     host = plan.peak(Tier.HOST) - plan.facts.machine.runtime_host_bytes
-    return plan.peak(Tier.DEVICE), there + live.peak, there + looked.peak, host, hosted
+    return plan.peak(Tier.DEVICE), at_rest + live.peak, at_rest + looked.peak, host, hosted
 
 
 def off(predicted: int, counted: int) -> float:

@@ -47,23 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     slots = [HostMemory(PIECE, torch.device("cpu"), "a slot").memory for _ in range(SLOTS)]
     for slot in slots:
         slot.zero_()
-    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for _ in range(given.rounds):
-        for checked in found:
+        for checked in times:
             with closing(Striped([str(given.folder)], pieces * PIECE, checked=checked)) as file:
                 for piece in range(pieces):
                     file.write(slots[0], piece * PIECE)
                 began = time.perf_counter(), time.process_time()
                 _step(file, slots, pieces, still=given.still)
-                found[checked].append((time.perf_counter() - began[0], time.process_time() - began[1]))
-                wall_s, cpu_s = found[checked][-1]
+                times[checked].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+                wall_s, cpu_s = times[checked][-1]
                 print(f"{'with' if checked else 'without'} checksums: {wall_s:.3f} s, processors {cpu_s:.3f} s")
     sums, began_s = Checksums(), time.thread_time()
     for _ in range(20):
         sums.note(slots[0], 0)
     alone = 20 * PIECE / (time.thread_time() - began_s)
     moved = 2 * pieces * PIECE
-    wall, cpu = ([median(each[at] for each in found[kind]) for kind in found] for at in (0, 1))
+    wall, cpu = ([median(step[at] for step in times[kind]) for kind in times] for at in (0, 1))
     print(
         f"a checksum alone: {alone / 1e9:.1f} GB/s of one thread, {moved / alone:.3f} s of {moved / 1e9:.2f} GB moved"
     )

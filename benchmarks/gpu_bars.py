@@ -95,21 +95,21 @@ def summary(rows: Sequence[Mapping[str, Any]], left_out: Sequence[tuple[str, str
     """Tables of the lines of ``results.jsonl``, the newest of each step, and of steps that were left out."""
     ends = {(row["part"], row["step"]): row for row in rows if "rc" in row}
     results: dict[tuple[str, str], Found] = {}
-    said: dict[tuple[str, str], str] = {}
+    words_of: dict[tuple[str, str], str] = {}
     for row in rows:
         if words := told(row.get("found", {})):
-            said[row["part"], row["step"]] = words
+            words_of[row["part"], row["step"]] = words
             results[row["part"], row["step"]] = row["found"]
     of_steps = []
     for key, end in ends.items():
         slow = end["rc"] < 0 and end["seconds"] >= end["limit_s"]
-        last = f"not finished after {end['limit_s']:.0f} s" if slow else end["last"][:80]
-        words = said.get(key, last)
-        if end["rc"] and key in said and "failed" not in results[key]:
-            words = f"{words}; then {last}"
+        last_line = f"not finished after {end['limit_s']:.0f} s" if slow else end["last"][:80]
+        words = words_of.get(key, last_line)
+        if end["rc"] and key in words_of and "failed" not in results[key]:
+            words = f"{words}; then {last_line}"
         of_steps.append((*key, str(end["rc"]), f"{end['seconds']:.0f}", words))
     of_steps += [(*key, "", "", "left out: no time for it; call again") for key in left_out if key not in ends]
-    by_name = {step: found for (_, step), found in results.items() if "tokens_per_s" in found}
+    by_name = {step: result for (_, step), result in results.items() if "tokens_per_s" in result}
     answers = {True: "yes", False: "NO", None: "not measured"}
     of_bars = [
         (bar.name, "" if bar.value is None else f"{bar.value:.3f}", _end(bar.least), _end(bar.most), answers[bar.holds])

@@ -204,8 +204,8 @@ def run(part: str, step: Step, limit_s: float, out: Path, environment: Mapping[s
         for line in process.stdout:
             file.write(line)
             last = line.strip() or last
-            if (found := _found(line)) is not None:
-                results.write(json.dumps({"part": part, "step": step.name, "found": found}) + "\n")
+            if (finding := _found(line)) is not None:
+                results.write(json.dumps({"part": part, "step": step.name, "found": finding}) + "\n")
         rc = process.wait()
         timer.cancel()
         _kill(process, signal.SIGKILL)
@@ -219,10 +219,10 @@ def run(part: str, step: Step, limit_s: float, out: Path, environment: Mapping[s
 def _found(line: str) -> dict[str, Any] | None:
     """A line of JSON; None for other lines, as those of libraries."""
     try:
-        found = json.loads(line) if line.startswith("{") else None
+        finding = json.loads(line) if line.startswith("{") else None
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return finding if isinstance(finding, dict) else None
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -248,13 +248,13 @@ def packed(out: Path, part: str) -> None:
 def around(given: argparse.Namespace) -> dict[str, str]:
     """The environment of the steps. A rehearsal's home is its own, so that its rates are nobody's."""
     settle_environment(Ranks(), cores()[1])
-    found = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    found["PYTHONFAULTHANDLER"] = "1"
+    variables = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    variables["PYTHONFAULTHANDLER"] = "1"
     if given.rehearse:
-        found.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions" / "rehearsal"))
-        found["HOME"] = str(given.out / "home")
+        variables.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions" / "rehearsal"))
+        variables["HOME"] = str(given.out / "home")
         (given.out / "home").mkdir(parents=True, exist_ok=True)
-    return found
+    return variables
 
 
 def part_run(
@@ -296,8 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     given.out = given.out.resolve()
     deadline = time.monotonic() + given.seconds if argv is not None else BEGAN_S + given.seconds
-    own = given.out / "results.jsonl"
-    known = (own,) if given.rehearse else (given.known, own)
+    own_results = given.out / "results.jsonl"
+    known = (own_results,) if given.rehearse else (given.known, own_results)
     environment, fine = around(given), True
     calls = {
         part: Call(not given.rehearse, given.out / part, known, given.patience)

@@ -48,8 +48,8 @@ ROW = 32  # elements, one thread each, so that the rest of the device stays free
 @cache
 def rows_of(device: torch.device) -> tuple[Tensor, Tensor]:
     """Tensors that pauses read and write. Never freed: a pause may still run when its transfer is gone."""
-    given, sums = (torch.zeros(LONGEST_PAUSE, ROW, dtype=torch.int64, device=device) for _ in range(2))
-    return given, sums
+    addends, sums = (torch.zeros(LONGEST_PAUSE, ROW, dtype=torch.int64, device=device) for _ in range(2))
+    return addends, sums
 
 
 class Paused(AcceleratorTransfer):
@@ -65,9 +65,9 @@ class Paused(AcceleratorTransfer):
 
     def _copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         length = random.randrange(1, LONGEST_PAUSE)
-        given, sums = (rows[:length] for rows in self._rows)
+        addends, sums = (rows[:length] for rows in self._rows)
         with self.on(stream):
-            torch.cumsum(given, 0, out=sums)
+            torch.cumsum(addends, 0, out=sums)
         super()._copy(stream, target, source)
 
 
@@ -91,9 +91,9 @@ def wide(number: int, model: str = "wide") -> list[tuple[Row, torch.dtype]]:
         "clip": ("tight", "in-backward"), "recompute": ("none",),
     }  # fmt: skip
     rows = Table(varied, FORBIDDEN, strength=len(varied)).rows()
-    found = list(product((same | row for row in rows), (torch.bfloat16, torch.float32)))
-    random.Random(0).shuffle(found)
-    return found[:number]
+    cases = list(product((same | row for row in rows), (torch.bfloat16, torch.float32)))
+    random.Random(0).shuffle(cases)
+    return cases[:number]
 
 
 def paused(device: str) -> Transfer:
@@ -140,7 +140,7 @@ def try_saved(name: str, attention: str, dtype: torch.dtype, policy: str, device
         recompute(model, decided(facts, POLICIES[policy]), None if device == "cpu" else paused(device), device)
         pairs = zip(steps(plain, batches * 2), steps(model, batches * 2), strict=True)
         room = room_of(model)
-        unequal = sum(not torch.equal(one[key], two[key]) for one, two in pairs for key in one)
+        unequal = sum(not torch.equal(expected[key], actual[key]) for expected, actual in pairs for key in expected)
         return {"worst": float(unequal), "refused": room.num_refused if room else 0}
 
     return tried({"case": f"{name} {attention}: {policy}", "dtype": str(dtype), "site": "device"}, run)
@@ -161,15 +161,15 @@ def outcome(record: Mapping[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    made.add_argument("--wide", type=int, default=20, help="cases at a real width")
-    made.add_argument("--model", default="wide", help="that has this width; a smaller one is for rehearsals")
-    made.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
-    made.add_argument("--saved", action="store_true", help="saved tensors on the host")
-    made.add_argument("--noise", action="store_true", help="plain training against itself, with default kernels")
-    made.add_argument("--device", default=accelerator.kind() or "cpu", help="default: the accelerator, or the CPU")
-    made.add_argument("--seconds", type=float, default=inf, help="after so many no case begins (default: all do)")
-    return made
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--wide", type=int, default=20, help="cases at a real width")
+    arguments.add_argument("--model", default="wide", help="that has this width; a smaller one is for rehearsals")
+    arguments.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
+    arguments.add_argument("--saved", action="store_true", help="saved tensors on the host")
+    arguments.add_argument("--noise", action="store_true", help="plain training against itself, with default kernels")
+    arguments.add_argument("--device", default=accelerator.kind() or "cpu", help="default: the accelerator, or the CPU")
+    arguments.add_argument("--seconds", type=float, default=inf, help="after so many no case begins (default: all do)")
+    return arguments
 
 
 def trials(given: argparse.Namespace) -> Sequence[Callable[[], dict[str, Any]]]:
@@ -179,13 +179,13 @@ def trials(given: argparse.Namespace) -> Sequence[Callable[[], dict[str, Any]]]:
     todo = [*wide(given.wide, given.model), *cases[: given.cases]]
     if given.noise:
         return [partial(try_noise, *case, given.device) for case in todo]
-    found = [partial(try_case, *case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
+    calls = [partial(try_case, *case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
     if given.saved:
         saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
-        found += [
+        calls += [
             partial(try_saved, name, attention, dtype, policy, given.device) for name, attention, dtype, policy in saved
         ]
-    return found
+    return calls
 
 
 def main() -> int:
@@ -196,10 +196,10 @@ def main() -> int:
         simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
     if not given.noise:
         repeat_sums()
-    asked = trials(given)
-    records = [trial() for trial in asked if time.perf_counter() < deadline_s]
-    if len(records) < len(asked):
-        print(f"no time for {len(asked) - len(records)} of {len(asked)} cases")
+    calls = trials(given)
+    records = [trial() for trial in calls if time.perf_counter() < deadline_s]
+    if len(records) < len(calls):
+        print(f"no time for {len(calls) - len(records)} of {len(calls)} cases")
     return report(records)
 
 
@@ -208,8 +208,8 @@ def report(records: Sequence[Mapping[str, Any]]) -> int:
     counts = Counter(map(outcome, records))
     for record in records:
         if not outcome(record).endswith(("ok", "repeats")):
-            what = record.get("first") or f"{record['worst']:.1e} {record['error']}"
-            print(f"{record['case']} {record['dtype']}: {what}")
+            difference = record.get("first") or f"{record['worst']:.1e} {record['error']}"
+            print(f"{record['case']} {record['dtype']}: {difference}")
     print("; ".join(f"{name}: {number}" for name, number in sorted(counts.items())) or "no case was tried")
     fine = all(name.endswith(("ok", "repeats")) or name == "default kernels: DIFFERS" for name in counts)
     return int(not counts or not fine)

@@ -60,14 +60,14 @@ SHOWN = 12  # kernels of a profile, those that take the most
 
 def about() -> dict[str, Any]:
     """Names, sizes, versions."""
-    found, device = child.surroundings(), accelerator.current()
+    facts, device = child.surroundings(), accelerator.current()
     if device is not None:
         free, total = torch.accelerator.get_memory_info(device)
-        found |= {"context_bytes": total - free, "software": accelerator.row_of(device).software()}
+        facts |= {"context_bytes": total - free, "software": accelerator.row_of(device).software()}
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"]
-        found["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return found
+        facts["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return facts
 
 
 def grown(enough: int) -> dict[str, Any]:
@@ -86,15 +86,15 @@ def settled_rates(known: Sequence[Path], *, quick: bool) -> dict[str, Any]:
     """The rates of this machine that plans find, measured if there are none, and where they are from. ``quick``:
     as a rehearsal measures them, in seconds, to no use.
     """
-    path, here = profiles.stored_at(), profiles.key_of(probe())
-    stored, origin = profiles.load(path, here), "stored here"
-    if stored.rates is None and (earlier := rates_in(known, here)) is not None:
+    path, key = profiles.stored_at(), profiles.key_of(probe())
+    stored, origin = profiles.load(path, key), "stored here"
+    if stored.rates is None and (earlier := rates_in(known, key)) is not None:
         stored, origin = earlier, "put back"
         profiles.save(path, stored)
     if stored.rates is None:
         say, origin = partial(print, flush=True), "measured"
         if quick:
-            stored = profiles.StoredRates(rates.measure(say, QUICK)[0], "a rehearsal", key=here)
+            stored = profiles.StoredRates(rates.measure(say, QUICK)[0], "a rehearsal", key=key)
             profiles.save(path, stored)
         else:
             stored = rates.measure_and_store(path, say)
@@ -107,7 +107,7 @@ def rates_in(known: Sequence[Path], here: profiles.MachineKey) -> profiles.Store
     """The newest rates of this machine in files of results, which need not exist; None if they have none."""
     lines = [line for path in known if path.exists() for line in path.read_text().splitlines()]
     files = [row["found"]["rates_file"] for row in map(json.loads, lines) if "rates_file" in row.get("found", {})]
-    return next((profiles.FILE.validate_python(one) for one in reversed(files) if one["key"] == here), None)
+    return next((profiles.FILE.validate_python(file) for file in reversed(files) if file["key"] == here), None)
 
 
 def pinning(gib: float) -> dict[str, Any]:
@@ -115,15 +115,15 @@ def pinning(gib: float) -> dict[str, Any]:
     size, device, stamps = int(gib * GIB), accelerator.current(), [time.perf_counter()]
     pages = HostMemory(size, device or torch.device("cpu"), "this measurement")
     stamps.append(time.perf_counter())
-    found: dict[str, Any] = {"gib": gib, "map_s": stamps[1] - stamps[0]}
+    result: dict[str, Any] = {"gib": gib, "map_s": stamps[1] - stamps[0]}
     if device is None:
-        return found
+        return result
     pages.pin(range(0, size, PIECE_BYTES))
     stamps.append(time.perf_counter())
     registrations = len(pages.borders) + 1
     pages.release()
     unpin_s = time.perf_counter() - stamps[2]
-    return found | {"pin_s": stamps[2] - stamps[1], "registrations": registrations, "unpin_s": unpin_s}
+    return result | {"pin_s": stamps[2] - stamps[1], "registrations": registrations, "unpin_s": unpin_s}
 
 
 def largest(given: argparse.Namespace, budget: int) -> int:
@@ -132,12 +132,12 @@ def largest(given: argparse.Namespace, budget: int) -> int:
     """
     machine = replace(probe(), origin="profile", rates=None)
     tensors = budget - OVERHEAD_BYTES.get(machine.device_kind, 0)
-    more = {"gpu_memory": tensors, "host_memory": given.host_memory, "machine": machine}
+    options = {"gpu_memory": tensors, "host_memory": given.host_memory, "machine": machine}
 
     def too_large(blocks: int) -> bool:
         todo = work_of(given, f"{blocks} blocks")
         try:
-            plan_for(child.llama(todo, filled=False), batch=(todo.rows, todo.length), max_grad_norm=1.0, **more)
+            plan_for(child.llama(todo, filled=False), batch=(todo.rows, todo.length), max_grad_norm=1.0, **options)
         except Refusal:
             return True
         return False
@@ -150,10 +150,10 @@ def largest_trained(given: argparse.Namespace, contender: Contender, budget: int
     blocks = largest(given, budget)
     for _ in range(TRIES):
         todo = work_of(given, f"{blocks} blocks")
-        found = processes.child({"work": asdict(todo), "contender": asdict(contender)}, sys.stderr)
-        yield {"model": todo.model, "params": todo.shape.num_params, "contender": contender.label, **found}
+        result = processes.child({"work": asdict(todo), "contender": asdict(contender)}, sys.stderr)
+        yield {"model": todo.model, "params": todo.shape.num_params, "contender": contender.label, **result}
         blocks = int(SMALLER * blocks)
-        if "failed" not in found or not blocks:
+        if "failed" not in result or not blocks:
             return
 
 
@@ -178,13 +178,13 @@ def profiled(trained: Trained, batches: Batches, path: Path) -> dict[str, Any]:
     profiler.export_chrome_trace(str(path))
     with gzip.open(path, "rt") as trace:
         events = [
-            one for one in json.load(trace)["traceEvents"] if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+            row for row in json.load(trace)["traceEvents"] if row.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
         ]
     spans, longest = defaultdict[str, list[tuple[float, float]]](list), Counter[str]()
-    for one in events:
-        spans[str(one["args"].get("stream"))].append((one["ts"], one["ts"] + one["dur"]))
-        longest[one["name"][:80]] += one["dur"]
-    busy = {stream: {"events": len(some), "busy_s": union(some) / 1e6} for stream, some in spans.items()}
+    for row in events:
+        spans[str(row["args"].get("stream"))].append((row["ts"], row["ts"] + row["dur"]))
+        longest[row["name"][:80]] += row["dur"]
+    busy = {stream: {"events": len(times), "busy_s": union(times) / 1e6} for stream, times in spans.items()}
     kernels = {name: us / 1e6 for name, us in longest.most_common(SHOWN)}
     return {"profiled_s": wall_s, "streams": busy, "kernels_s": kernels}
 
@@ -245,32 +245,32 @@ def measured(given: argparse.Namespace) -> int:
         others = [kernel for name, kernel in SDPBackend.__members__.items() if name not in ("ERROR", "CUDNN_ATTENTION")]
         with sdpa_kernel(others) if given.without_cudnn else nullcontext():
             return trained(given, contender)
-    found: dict[str, Any] = {}
-    for found in largest_trained(given, contender, budget):
-        show(found)
-    return int("failed" in found)
+    result: dict[str, Any] = {}
+    for result in largest_trained(given, contender, budget):
+        show(result)
+    return int("failed" in result)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    made.add_argument("--grow", metavar="SIZE", help="touch host memory until so much is free, or no more comes")
-    made.add_argument("--rates", action="store_true", help="make sure that plans find measured rates here")
-    made.add_argument("--quick", action="store_true", help="with --rates: for a rehearsal")
-    made.add_argument("--known", type=Path, nargs="*", default=[], metavar="FILE", help="results with rates")
-    made.add_argument("--pin", metavar="GIB,...", help="describe the machine, and pin so much")
-    made.add_argument("--model", help="train it")
-    made.add_argument("--subject", default=BUDGET.label, help="who trains (default ours-budget)")
-    made.add_argument("--gpu-memory", default="24GiB", help="that the process may use")
-    made.add_argument("--tensors", action="store_true", help="--gpu-memory is of tensors only")
-    made.add_argument("--host-memory", default="auto", help="that ours may use")
-    made.add_argument("--rows", type=int, default=1)
-    made.add_argument("--length", type=int, default=2048)
-    made.add_argument("--steps", type=int, default=3)
-    made.add_argument("--most-blocks", type=int, default=LARGEST, help="of the largest model")
-    made.add_argument("--profile", type=Path, metavar="FILE", help="a trace of one more step, as .json.gz")
-    made.add_argument("--without-cudnn", action="store_true", help="attention by other kernels than cuDNN's")
-    return made
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--grow", metavar="SIZE", help="touch host memory until so much is free, or no more comes")
+    arguments.add_argument("--rates", action="store_true", help="make sure that plans find measured rates here")
+    arguments.add_argument("--quick", action="store_true", help="with --rates: for a rehearsal")
+    arguments.add_argument("--known", type=Path, nargs="*", default=[], metavar="FILE", help="results with rates")
+    arguments.add_argument("--pin", metavar="GIB,...", help="describe the machine, and pin so much")
+    arguments.add_argument("--model", help="train it")
+    arguments.add_argument("--subject", default=BUDGET.label, help="who trains (default ours-budget)")
+    arguments.add_argument("--gpu-memory", default="24GiB", help="that the process may use")
+    arguments.add_argument("--tensors", action="store_true", help="--gpu-memory is of tensors only")
+    arguments.add_argument("--host-memory", default="auto", help="that ours may use")
+    arguments.add_argument("--rows", type=int, default=1)
+    arguments.add_argument("--length", type=int, default=2048)
+    arguments.add_argument("--steps", type=int, default=3)
+    arguments.add_argument("--most-blocks", type=int, default=LARGEST, help="of the largest model")
+    arguments.add_argument("--profile", type=Path, metavar="FILE", help="a trace of one more step, as .json.gz")
+    arguments.add_argument("--without-cudnn", action="store_true", help="attention by other kernels than cuDNN's")
+    return arguments
 
 
 if __name__ == "__main__":

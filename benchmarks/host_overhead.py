@@ -75,18 +75,18 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     sides = {name: side(given.layers, offload) for name, offload in SIDES.items()}
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for step in sides.values():
         seconds(step, 2)
     for number in range(given.rounds):
         for name in list(sides)[:: 1 - 2 * (number % 2)]:
-            found[name].append(seconds(sides[name], given.steps))
+            times[name].append(seconds(sides[name], given.steps))
     rows = []
-    for name, taken in found.items():
-        more = [one - plain for one, plain in zip(taken, found["plain"], strict=True)]
-        low, high = sorted(more)[len(more) // 4], sorted(more)[-1 - len(more) // 4]
-        each = [f"{1e6 * one / given.layers:.0f}" for one in (median(more), low, high)]
-        rows.append((name, f"{1e3 * median(taken):.1f}", *each, f"{1e6 * median(more) / given.layers / 9:.0f}"))
+    for name, side_s in times.items():
+        extra = [took - plain for took, plain in zip(side_s, times["plain"], strict=True)]
+        low, high = sorted(extra)[len(extra) // 4], sorted(extra)[-1 - len(extra) // 4]
+        quartiles = [f"{1e6 * extra_s / given.layers:.0f}" for extra_s in (median(extra), low, high)]
+        rows.append((name, f"{1e3 * median(side_s):.1f}", *quartiles, f"{1e6 * median(extra) / given.layers / 9:.0f}"))
     title = ("side", "ms per step", "us per layer more than plain", "quartile", "quartile ", "us per parameter")
     print("\n".join(table(title, rows, markdown=True)))
 

@@ -63,10 +63,10 @@ def launcher() -> Callable[[], object]:
 
 def timed(update: Callable[[], None]) -> Took:
     """In the worker: how long ``update`` takes."""
-    began_s, before = time.perf_counter(), _scheduled_s()
+    began_s, scheduled_s = time.perf_counter(), _scheduled_s()
     update()
     whole_s = time.perf_counter() - began_s
-    return Took(whole_s, whole_s - (_scheduled_s() - before))
+    return Took(whole_s, whole_s - (_scheduled_s() - scheduled_s))
 
 
 def _scheduled_s() -> float:
@@ -91,13 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     spawn = multiprocessing.get_context("spawn")
     runs, ends = spawn.Event(), spawn.Event()
-    other = spawn.Process(target=other_process, args=(runs, ends))
-    other.start()
+    process = spawn.Process(target=other_process, args=(runs, ends))
+    process.start()
     update, launch = host_update(given.params * MIB, mixed=not given.fp32, at_once=not given.one_by_one), launcher()
-    found: dict[str, list[Took]] = {"alone": [], "beside a thread": [], "beside a process": []}
+    times: dict[str, list[Took]] = {"alone": [], "beside a thread": [], "beside a process": []}
     launched = 0
 
-    def one() -> None:
+    def launch_one() -> None:
         nonlocal launched
         launched += 1
         launch()
@@ -109,27 +109,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             return kept[0]
 
         for number in range(2 + given.rounds):  # two warm up
-            for beside, samples in found.items():
-                kept: list[Future[Took]] = []
+            for beside, samples in times.items():
+                updates: list[Future[Took]] = []
                 if beside == "beside a process":
                     runs.set()
                     time.sleep(0.02)
                 if beside == "beside a thread":
-                    beside_launches(partial(submit, kept), one)
+                    beside_launches(partial(submit, updates), launch_one)
                 else:
-                    submit(kept).result()
+                    submit(updates).result()
                 runs.clear()
                 if number > 1:
-                    samples.append(kept[0].result())
+                    samples.append(updates[0].result())
     ends.set()
-    other.join()
-    alone_s = median(took.whole for took in found["alone"])
+    process.join()
+    alone_s = median(took.whole for took in times["alone"])
     print(f"{given.params} Mi parameters, {given.threads} threads, {given.rounds} rounds")
-    for beside, samples in found.items():
+    for beside, samples in times.items():
         whole_s, asleep_s = (median(getattr(took, name) for took in samples) for name in Took._fields)
         took = f"{whole_s * 1e3:9.2f} ms  {whole_s / alone_s:6.3f} of alone  asleep {asleep_s * 1e3:7.2f} ms"
         print(f"{beside:<17}{took}")
-    beside_s = sum(took.whole for took in found["beside a thread"])
+    beside_s = sum(took.whole for took in times["beside a thread"])
     print(f"one launch takes {beside_s * (1 + 2 / given.rounds) / max(1, launched) * 1e6:.1f} us beside the update")
     return 0
 

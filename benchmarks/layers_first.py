@@ -133,7 +133,7 @@ def seconds(contender: str) -> float:
     task = work("45m", rows=1, length=LENGTH, accumulation=COUNT)
     model = llama(task).train()
     ids = torch.randint(0, task.shape.vocab, (COUNT, 1, LENGTH), generator=torch.Generator().manual_seed(1))
-    losses = [partial(lambda each: model(input_ids=each, labels=each).loss / COUNT, each) for each in ids]
+    losses = [partial(lambda each: model(input_ids=each, labels=each).loss / COUNT, row) for row in ids]
     optimizer: Any
     if contender == "plain":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -156,22 +156,22 @@ def seconds(contender: str) -> float:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    found = (time.perf_counter() - began) / STEPS
+    step_s = (time.perf_counter() - began) / STEPS
     if contender != "plain":
         optimizer.close()
-    return found
+    return step_s
 
 
 def measured(rounds: int) -> Iterator[str]:
     """A row for each contender."""
     times: dict[str, list[float]] = {name: [] for name in ("plain", *ORDERS)}
     for _ in range(rounds):
-        for name, own in times.items():
-            own.append(seconds(name))
+        for name, walls in times.items():
+            walls.append(seconds(name))
     yield f"45 M, {COUNT} x 1 x {LENGTH} tokens, fp32, {torch.get_num_threads()} threads, {rounds} rounds"
-    for name, own in times.items():
-        ratio = median(times["plain"]) / median(own)
-        yield f"{name:<15}{median(own):6.3f} s ({min(own):.3f} to {max(own):.3f}), {ratio:.3f} of plain's speed"
+    for name, walls in times.items():
+        ratio = median(times["plain"]) / median(walls)
+        yield f"{name:<15}{median(walls):6.3f} s ({min(walls):.3f} to {max(walls):.3f}), {ratio:.3f} of plain's speed"
 
 
 def main() -> int:

@@ -68,20 +68,20 @@ class Mutant:
     def text(self, source: bytes, *, reached: int | None = None) -> bytes:
         """``source`` without it, or with a note that it is reached. Variables of the expression stay bound."""
         inner = source[self.start + self.starred : self.stop]
-        new = b"(None if True else " + inner + b")"
+        replacement = b"(None if True else " + inner + b")"
         if reached is not None:
             star = b"*" if self.starred else b""
-            new = star + b"(__import__('builtins').reached(%d), " % reached + inner + b")[1]"
-        return source[: self.start] + new + source[self.stop :]
+            replacement = star + b"(__import__('builtins').reached(%d), " % reached + inner + b")[1]"
+        return source[: self.start] + replacement + source[self.stop :]
 
 
 def mutants() -> list[Mutant]:
     """All, by file and place. Equal ones of a function have numbers."""
-    found = list[Mutant]()
+    every = list[Mutant]()
     for path in sorted((REPO / ENGINE).rglob("*.py")):
         if path.name not in LEFT_OUT:
-            found += _of_file(path)
-    return found
+            every += _of_file(path)
+    return every
 
 
 def _of_file(path: Path) -> Iterator[Mutant]:
@@ -89,11 +89,11 @@ def _of_file(path: Path) -> Iterator[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    seen: Counter[str] = Counter()
-    for scope, node, what in sorted(_places(ast.parse(source), ""), key=lambda each: each[1].lineno):
-        text = f"{path.relative_to(REPO / ENGINE)}: {scope}: {what}{' '.join(ast.unparse(node).split())}"
-        seen[text] += 1
-        name = text if seen[text] == 1 else f"{text} ({seen[text]})"
+    counts: Counter[str] = Counter()
+    for scope, node, prefix in sorted(_places(ast.parse(source), ""), key=lambda each: each[1].lineno):
+        text = f"{path.relative_to(REPO / ENGINE)}: {scope}: {prefix}{' '.join(ast.unparse(node).split())}"
+        counts[text] += 1
+        name = text if counts[text] == 1 else f"{text} ({counts[text]})"
         first, last = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         yield Mutant(str(path.relative_to(REPO)), name, first, last, isinstance(node, ast.Starred))
 
@@ -132,13 +132,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def swap(file: Path, text: bytes) -> None:
     """Write ``text``, and give this process's functions of ``file`` the code of it."""
     file.write_bytes(text)
-    fresh = {(each.co_qualname, each.co_varnames): each for each in _codes(compile(text, str(file), "exec"))}
+    fresh = {(code.co_qualname, code.co_varnames): code for code in _codes(compile(text, str(file), "exec"))}
     for function in gc.get_objects():
         if type(function) is FunctionType and function.__code__.co_filename == str(file):
             code = function.__code__
-            new = fresh.get((code.co_qualname, code.co_varnames))
-            if new is not None and new.co_freevars == code.co_freevars:
-                function.__code__ = new
+            fresh_code = fresh.get((code.co_qualname, code.co_varnames))
+            if fresh_code is not None and fresh_code.co_freevars == code.co_freevars:
+                function.__code__ = fresh_code
 
 
 class Watch:
@@ -159,10 +159,10 @@ class Watch:
             self.failed = (report.nodeid, str(crash.message if crash else report.longrepr)[:200])
             self.wrong = True
         if report.when == "teardown" and not self.wrong:
-            found = [int(each.name) for each in self.marks.iterdir() if each.name.isdigit()]
-            for each in found:
-                (self.marks / str(each)).unlink()
-            test = {"test": report.nodeid, "reached": found, "seconds": time.process_time() - self._began_s}
+            reached = [int(mark.name) for mark in self.marks.iterdir() if mark.name.isdigit()]
+            for number in reached:
+                (self.marks / str(number)).unlink()
+            test = {"test": report.nodeid, "reached": reached, "seconds": time.process_time() - self._began_s}
             with (self.marks / "tests.jsonl").open("a") as file:
                 file.write(json.dumps(test) + "\n")
 
@@ -182,7 +182,7 @@ def serve(copy: Path) -> None:
         importlib.import_module(test.removesuffix(".py").replace("/", "."))
     print("ready", file=sys.stderr, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         read, write = os.pipe()
         pid = os.fork()
         if not pid:
@@ -190,24 +190,24 @@ def serve(copy: Path) -> None:
             out = os.open(copy / "out.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(out, 1)
             os.dup2(out, 2)
-            for file, text in asked["files"].items():
+            for file, text in request["files"].items():
                 swap(copy / "deepstow" / file, text.encode())
             watch = Watch(marks)
-            code = pytest.main([*asked["options"], *asked["tests"]], plugins=[watch])
+            code = pytest.main([*request["options"], *request["tests"]], plugins=[watch])
             answer = {"code": int(code), "failed": watch.failed}
             with os.fdopen(write, "w") as pipe:
                 json.dump(answer, pipe)
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as pipe:
-            said = pipe.read()
+            reply = pipe.read()
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # ranks that wait for ever
-        for file in asked["files"]:
+        for file in request["files"]:
             shutil.copy2(origin / file, copy / file)
         running = (marks / "running").read_text() if (marks / "running").exists() else ""
-        print(said or json.dumps({"code": status, "failed": [running, f"ended by {status}"]}), flush=True)
+        print(reply or json.dumps({"code": status, "failed": [running, f"ended by {status}"]}), flush=True)
 
 
 class Copy:
@@ -238,9 +238,9 @@ class Copy:
         return json.loads(self.process.stdout.readline()) if answer else None
 
     def run(self, files: Mapping[str, bytes], tests: Sequence[str], *options: str) -> dict[str, Any]:
-        given = ["-q", "-p", "no:cacheprovider", "--assert=plain", "-m", "not slow", *options]
-        text = {file: each.decode() for file, each in files.items()}
-        return dict(self.ask({"files": text, "tests": list(tests), "options": given}))
+        arguments = ["-q", "-p", "no:cacheprovider", "--assert=plain", "-m", "not slow", *options]
+        texts = {file: text.decode() for file, text in files.items()}
+        return dict(self.ask({"files": texts, "tests": list(tests), "options": arguments}))
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -254,9 +254,9 @@ class Copy:
 
 def instrumented(every: Sequence[Mutant]) -> dict[str, bytes]:
     """The files of all mutants, which note what is reached; from the last place of a file to its first."""
-    files = {one.file: (REPO / one.file).read_bytes() for one in every}
-    for number, one in sorted(enumerate(every), key=lambda each: -each[1].start):
-        files[one.file] = one.text(files[one.file], reached=number)
+    files = {mutant.file: (REPO / mutant.file).read_bytes() for mutant in every}
+    for number, mutant in sorted(enumerate(every), key=lambda each: -each[1].start):
+        files[mutant.file] = mutant.text(files[mutant.file], reached=number)
     return files
 
 
@@ -264,11 +264,11 @@ def chosen(tests: Mapping[str, Any], number: int, kills: Mapping[str, int], limi
     """Tests that come by a mutant, of ``limit_s`` in all: first what killed most, delays copies, or is quick."""
     reaching = [name for name, test in tests.items() if number in test["reached"]]
     reaching.sort(key=lambda name: (-kills[name], "delayed" not in name, tests[name]["seconds"]))
-    found, seconds = list[str](), 0.0
+    names, seconds = list[str](), 0.0
     for name in reaching:
         seconds += tests[name]["seconds"]
-        found += [name] if seconds < limit_s or not found else []
-    return found
+        names += [name] if seconds < limit_s or not names else []
+    return names
 
 
 def judged(copy: Copy, one: Mutant, tests: Sequence[str]) -> dict[str, Any]:
@@ -276,11 +276,11 @@ def judged(copy: Copy, one: Mutant, tests: Sequence[str]) -> dict[str, Any]:
     began_s = time.monotonic()
     row = {"mutant": one.name, "verdict": "not reached", "test": "", "by": "", "seconds": 0.0}
     if tests:
-        found = copy.run({one.file: one.text((REPO / one.file).read_bytes())}, tests, "-x")
-        test, why = found["failed"]
-        row |= {"verdict": "killed" if test or found["code"] else "survived", "test": test}
-        said = why.partition("\n")[0]
-        row["by"] = f"{test.rpartition('/')[2]}: {said}" if test else f"{len(tests)} tests"
+        result = copy.run({one.file: one.text((REPO / one.file).read_bytes())}, tests, "-x")
+        test, why = result["failed"]
+        row |= {"verdict": "killed" if test or result["code"] else "survived", "test": test}
+        cause = why.partition("\n")[0]
+        row["by"] = f"{test.rpartition('/')[2]}: {cause}" if test else f"{len(tests)} tests"
     return row | {"seconds": round(time.monotonic() - began_s, 1)}
 
 
@@ -290,11 +290,11 @@ def known(file: Path) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The last result of each mutant."""
-    last = {row["mutant"]: row for row in rows}
-    counts = Counter(row["verdict"] for row in last.values())
+    last_rows = {row["mutant"]: row for row in rows}
+    counts = Counter(row["verdict"] for row in last_rows.values())
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()), ""]
     lines += ["| mutant | verdict | by | seconds |", "| --- | --- | --- | --- |"]
-    for name, row in last.items():
+    for name, row in last_rows.items():
         lines.append(f"| `{name}` | {row['verdict']} | {row['by'].replace('|', '/')} | {row['seconds']:.0f} |")
     return "\n".join(lines) + "\n"
 
@@ -314,7 +314,7 @@ def main() -> None:
         return
     every = mutants()
     if given.list or not given.out:
-        print("\n".join(f"{number} {one.name}" for number, one in enumerate(every)))
+        print("\n".join(f"{number} {mutant.name}" for number, mutant in enumerate(every)))
         return
     given.out.mkdir(parents=True, exist_ok=True)
     results, map_of = given.out / "results.jsonl", given.out / "reached.json"
@@ -322,12 +322,12 @@ def main() -> None:
     if not map_of.exists() or given.survivors:
         copy.run(instrumented(every), given.tests)
         map_of.write_text(json.dumps({test["test"]: test for test in known(copy.folder / "marks" / "tests.jsonl")}))
-    tests, last = json.loads(map_of.read_text()), {row["mutant"]: row for row in known(results)}
-    kills = Counter(row["test"] for row in last.values())
-    again = [name for name, row in last.items() if row["verdict"] != "killed"]
-    for number, one in enumerate(every):
-        if one.name in again if given.survivors else one.name not in last:
-            row = judged(copy, one, chosen(tests, number, kills, given.seconds))
+    tests, last_rows = json.loads(map_of.read_text()), {row["mutant"]: row for row in known(results)}
+    kills = Counter(row["test"] for row in last_rows.values())
+    again = [name for name, row in last_rows.items() if row["verdict"] != "killed"]
+    for number, mutant in enumerate(every):
+        if mutant.name in again if given.survivors else mutant.name not in last_rows:
+            row = judged(copy, mutant, chosen(tests, number, kills, given.seconds))
             kills[row["test"]] += 1
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -67,7 +67,7 @@ def step(plan: Plan, cost: StepCost) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     events = joined(cost.outcome.events, cost.seconds / (WIDTH // 2))
     picture.resources(above, cost.seconds, events, list(ROWS))
-    above.set_yticks(range(len(ROWS)), [f"{name}\n{cost.outcome.busy[each]:.1f} s" for each, name in ROWS.items()])
+    above.set_yticks(range(len(ROWS)), [f"{name}\n{cost.outcome.busy[r]:.1f} s" for r, name in ROWS.items()])
     picture.memory(below, plan, cost, (plan.facts.machine.device_bytes, "the card has"))
     picture.time_axis(below, cost.seconds)
     picture.legend(figure, [above], events, across=3)
@@ -79,16 +79,16 @@ def step(plan: Plan, cost: StepCost) -> None:
 
 def joined(events: Iterable[TraceEvent], gap: float) -> list[TraceEvent]:
     """The same, but what a resource does of one kind with less than ``gap`` seconds between is one event."""
-    found: list[TraceEvent] = []
-    last: dict[Resource, int] = {}
+    spans: list[TraceEvent] = []
+    last_at: dict[Resource, int] = {}
     for event in sorted(events, key=lambda event: event.start):
-        at = last.get(event.resource)
-        if at is not None and picture.action(found[at]) == picture.action(event) and event.start - found[at].end < gap:
-            found[at] = replace(found[at], end=max(found[at].end, event.end))
+        at = last_at.get(event.resource)
+        if at is not None and picture.action(spans[at]) == picture.action(event) and event.start - spans[at].end < gap:
+            spans[at] = replace(spans[at], end=max(spans[at].end, event.end))
         else:
-            last[event.resource] = len(found)
-            found.append(event)
-    return found
+            last_at[event.resource] = len(spans)
+            spans.append(event)
+    return spans
 
 
 def bytes_at_rest(offloaded: Plan) -> None:
@@ -106,14 +106,14 @@ def bytes_at_rest(offloaded: Plan) -> None:
     figure = picture.canvas(1.9 + 0.36 * sum(len(rows) + 1.6 for rows in bars.values()), WIDTH / UNIT)
     panels = figure.subplots(len(cases), 1, sharex=True, height_ratios=[len(rows) for rows in bars.values()])
     for axes, (name, rows) in zip(panels, bars.items(), strict=True):
-        has = cases[name].facts.machine.device_bytes / (1 << 30)
-        axes.plot([has, has], [-0.5, 0.5], color=RED)
+        capacity = cases[name].facts.machine.device_bytes / (1 << 30)
+        axes.plot([capacity, capacity], [-0.5, 0.5], color=RED)
         for row, (place, sizes) in enumerate(rows.items()):
             left = 0.0
             for size, colour in zip(sizes, OWNERS.values(), strict=True):
                 axes.barh(row, size / (1 << 30), left=left, color=colour)
                 left += size / (1 << 30)
-            right = max(left, has) if place == Tier.DEVICE.value else left
+            right = max(left, capacity) if place == Tier.DEVICE.value else left
             axes.annotate(f" {human(sum(sizes))}", (right, row), va="center")
         axes.set_yticks(range(len(rows)), list(rows))
         axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -129,14 +129,14 @@ def bytes_at_rest(offloaded: Plan) -> None:
 
 def at_rest(plan: Plan) -> dict[str, tuple[int, int, int]]:
     """Bytes of one rank's peak by place, each as weights, optimizer state and what is left."""
-    found = {}
+    rows = {}
     for tier in Tier:
         weights = plan.total(Kind.PARAM, tier)
         state = plan.total(Kind.MASTER, tier) + plan.total(Kind.MOMENT, tier)
-        found[tier.value] = (weights, state, plan.peak(tier) - weights - state)
+        rows[tier.value] = (weights, state, plan.peak(tier) - weights - state)
     if plan.layout is not None:
-        found["disk"] = (0, disk_bytes(plan.layout), 0)
-    return {place: sizes for place, sizes in found.items() if sum(sizes)}
+        rows["disk"] = (0, disk_bytes(plan.layout), 0)
+    return {place: sizes for place, sizes in rows.items() if sum(sizes)}
 
 
 def sheet(height: float) -> tuple[Figure, Axes]:
@@ -179,11 +179,11 @@ def way_of_a_run() -> None:
     figure, axes = sheet(42 + 172 + high + 12)
     text(axes, EDGE, 28, "decided first, on any laptop, without device memory")
     text(axes, EDGE, 200, "then carried out")
-    for index, (name, said) in enumerate(boxes.items()):
+    for index, (name, lines) in enumerate(boxes.items()):
         left, top = EDGE + index % 3 * across, 42 + index // 3 * 172
         box(axes, left, top, width, high, "#eef3f8" if index < 3 else "#f8f1e8", INK)
         text(axes, left + 12, top + 28, name, weight="bold")
-        for line, words in enumerate(said):
+        for line, words in enumerate(lines):
             text(axes, left + 12, top + 54 + 24 * line, words)
         if index % 3 < 2:
             arrow(axes, [(left + width, top + high / 2), (left + across, top + high / 2)])
@@ -198,7 +198,7 @@ def two_arenas() -> None:
     title = "Two arenas, each reserved once"
     figure, axes = sheet(396)
     text(axes, EDGE, 28, title, weight="bold")
-    here = (
+    upper = (
         "weights that stay",
         "addresses for weights",
         "that travel",
@@ -206,7 +206,7 @@ def two_arenas() -> None:
         "those that go down",
         "",
     )
-    device = (*here, "masters and moments", "updated here, or slots", "for state that visits")
+    device = (*upper, "masters and moments", "updated here, or slots", "for state that visits")
     host = (
         "",
         "copies of weights",
@@ -224,8 +224,8 @@ def two_arenas() -> None:
         for index, line in enumerate(lines):
             text(axes, left + 12, 106 + 32 * index, line)
     start, end = EDGE + 262 + 4, WIDTH - EDGE - 262 - 4
-    for top, said, up in ((134, "copies up", True), (202, "copies down", False), (300, "visits", True)):
-        text(axes, (start + end) / 2, top - 8, said, ha="center")
+    for top, label, up in ((134, "copies up", True), (202, "copies down", False), (300, "visits", True)):
+        text(axes, (start + end) / 2, top - 8, label, ha="center")
         arrow(axes, [(end, top), (start, top)] if up else [(start, top), (end, top)])
     arrow(axes, [(start, 318), (end, 318)])
     save(figure, "two-arenas.svg", title)
@@ -251,10 +251,10 @@ def order_of_a_step() -> None:
         cell(2 * blocks - 1 - block, tops["compute"] + 12, f"B{block + 1}", COLOURS["backward"])
         cell(norm + 1.4 + block, tops["compute"] + 12, f"F{block + 1}", COLOURS["forward"])
         cell(norm + 0.4 + block, tops["updates"] + 12, f"U{block + 1}", COLOURS["update"])
-        made = 2 * blocks - block
+        start = 2 * blocks - block
         upper = tops["gradients that wait"] + 14 + block * 34
-        box(axes, left + made * wide, upper, (norm + 0.4 + block - made) * wide - 3, 26, COLOURS["gradient"])
-        text(axes, left + made * wide - 8, upper + 20, f"g{block + 1}", ha="right")
+        box(axes, left + start * wide, upper, (norm + 0.4 + block - start) * wide - 3, 26, COLOURS["gradient"])
+        text(axes, left + start * wide - 8, upper + 20, f"g{block + 1}", ha="right")
     axes.plot([left + norm * wide] * 2, [70, tops["updates"] + 56], color=RED)
     text(axes, left + norm * wide, 64, "the norm is known", ha="center", color=RED)
     text(axes, left + (norm + 1.4) * wide, tops["updates"] + 84, "under the next forward")
@@ -275,10 +275,10 @@ def axes_of_ranks() -> None:
         "data": "rows", "zero": "state of each weight", "tensor": "each layer",
         "pipeline": "the blocks", "sequence": "tokens of a row", "experts": "the experts",
     }  # fmt: skip
-    for index, (name, what) in enumerate(captions.items()):
+    for index, (name, divided) in enumerate(captions.items()):
         left, top = EDGE + index % 3 * 240, 84 + index // 3 * 216
         text(axes, left, top + 22, name, weight="bold")
-        text(axes, left, top + 48, what)
+        text(axes, left, top + 48, divided)
         for layer in range(4):
             for start, width, rank in parts_of_a_layer(name, layer):
                 box(axes, left + start, top + 60 + layer * 32, width, 26, RANKS[rank])

@@ -50,14 +50,14 @@ PART = (1, 1, 1, 1, 2.7, 2.7, 2.7)  # of a block's matrices, in squares of the w
 
 def rates_of(machine: str) -> Rates:
     """The rates of one of ``MACHINES``."""
-    found = profile("h100-pcie5" if machine == "h100" else "rtx4090-pcie4").rates
-    assert found is not None
-    fp32, bf16 = found.update_fp32_params_per_s, found.update_bf16_params_per_s
+    rates = profile("h100-pcie5" if machine == "h100" else "rtx4090-pcie4").rates
+    assert rates is not None
+    fp32, bf16 = rates.update_fp32_params_per_s, rates.update_bf16_params_per_s
     if machine == "slow cpu":
-        return replace(found, update_fp32_params_per_s=fp32 / 5, update_bf16_params_per_s=bf16 / 5)
+        return replace(rates, update_fp32_params_per_s=fp32 / 5, update_bf16_params_per_s=bf16 / 5)
     if machine == "slow link":
-        return replace(found, up_bytes_per_s=found.up_bytes_per_s / 4, down_bytes_per_s=found.down_bytes_per_s / 4)
-    return found
+        return replace(rates, up_bytes_per_s=rates.up_bytes_per_s / 4, down_bytes_per_s=rates.down_bytes_per_s / 4)
+    return rates
 
 
 def instance(
@@ -74,7 +74,7 @@ def instance(
         uneven, odd = random.uniform(0.4, 2) if family == "uneven" else 1.0, index % 2 == 1
         giant = 6.0 if family == "giant" and index == count // 3 else 1.0
         scale = 4.0 if family == "experts" and odd else uneven * giant
-        sizes = [width * max(1, round(part * scale * width)) for part in PART] + [2 * width]
+        sizes = [width * max(1, round(share * scale * width)) for share in PART] + [2 * width]
         block = f"layers.{index}"
         params += [Param(f"{block}.{number}", block, size, "bfloat16", 0) for number, size in enumerate(sizes)]
         active += sum(sizes) / (4 if family == "experts" and odd else 1)
@@ -119,31 +119,31 @@ def instance(
 def best_known(search: SiteSearch, room: int, ours: Placement | None, random: Random, climb: int = CLIMB) -> float:
     """Seconds of the best placement of the search's buckets that is known."""
     places = search.places
-    seen: dict[Placement, float] = {}
+    seconds_of: dict[Placement, float] = {}
 
     def seconds(placement: Placement) -> float:
-        if placement not in seen:
-            found = search.timed(placement, room)
-            seen[placement] = found.seconds if found is not None else inf
-        return seen[placement]
+        if placement not in seconds_of:
+            timed = search.timed(placement, room)
+            seconds_of[placement] = timed.seconds if timed is not None else inf
+        return seconds_of[placement]
 
     if sum(len(choices) > 1 for choices in places.choices) <= EXHAUSTIVE:
         return min(map(seconds, product(*places.choices)))
     ladder = places.ladder()
     starts = [min(ladder, key=seconds), ladder[-1], places.streamed(ladder[-1]), *([ours] if ours else [])]
-    for start in (one for one in starts if seconds(one) < inf):
+    for start in (start for start in starts if seconds(start) < inf):
         for whole, most in ((True, climb), (False, climb // 2)):
             start = _climbed(places, start, seconds, _groups(places, whole=whole), most, random)
-    return min(seen.values())
+    return min(seconds_of.values())
 
 
 def _groups(places: Places, *, whole: bool) -> list[list[int]]:
     """Buckets that move together: all of the same units, or each one by itself."""
-    found: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for index, bucket in enumerate(places.buckets):
         if len(places.choices[index]) > 1:
-            found.setdefault(bucket.units if whole else index, []).append(index)
-    return list(found.values())
+            groups.setdefault(bucket.units if whole else index, []).append(index)
+    return list(groups.values())
 
 
 def _climbed(
@@ -160,14 +160,14 @@ def _climbed(
     tried, improved = 0, True
     while improved:
         improved = False
-        for here, there in random.sample(moves, len(moves)):
-            found = list(placement)
-            to = placement[groups[there][0]] if isinstance(there, int) else there
-            back = placement[groups[here][0]] if isinstance(there, int) else to
-            for group, place in ((groups[here], to), (groups[there] if isinstance(there, int) else [], back)):
+        for first, second in random.sample(moves, len(moves)):
+            draft = list(placement)
+            to = placement[groups[second][0]] if isinstance(second, int) else second
+            other_to = placement[groups[first][0]] if isinstance(second, int) else to
+            for group, place in ((groups[first], to), (groups[second] if isinstance(second, int) else [], other_to)):
                 for index in group:
-                    found[index] = place if place in places.choices[index] else found[index]
-            moved, tried = tuple(found), tried + 1
+                    draft[index] = place if place in places.choices[index] else draft[index]
+            moved, tried = tuple(draft), tried + 1
             if seconds(moved) < seconds(placement) * (1 - 1e-6):
                 placement, improved = moved, True
             if tried >= most:
@@ -190,7 +190,7 @@ def case(seed: int, ranks: int = 1, *, common_host: bool = False, known: float |
     start = None
     if [bucket.name for bucket in layout.buckets] == [bucket.name for bucket in usual.places.buckets]:
         start = tuple(
-            next(one for one in choices if (one.site, one.grad_tier) == (bucket.site, bucket.grad_tier))
+            next(place for place in choices if (place.site, place.grad_tier) == (bucket.site, bucket.grad_tier))
             for bucket, choices in zip(layout.buckets, usual.places.choices, strict=True)
         )
     seconds = usual.seconds(layout)
@@ -203,10 +203,10 @@ def lines(cases: Sequence[dict[str, Any]]) -> list[str]:
     """The table, by family and by machine."""
     rows = []
     for kind in (*FAMILIES, *MACHINES, "all"):
-        some = [one["ours"] / one["best_known"] for one in cases if kind in one["name"] or kind == "all"]
-        if some:
-            over = sum(ratio > 1.05 for ratio in some)
-            rows.append([kind, f"{len(some)}", f"{sum(some) / len(some):.3f}", f"{max(some):.3f}", f"{over}"])
+        ratios = [row["ours"] / row["best_known"] for row in cases if kind in row["name"] or kind == "all"]
+        if ratios:
+            over = sum(ratio > 1.05 for ratio in ratios)
+            rows.append([kind, f"{len(ratios)}", f"{sum(ratios) / len(ratios):.3f}", f"{max(ratios):.3f}", f"{over}"])
     return table(("instances of", "number", "mean of ours / best known", "worst", "over 1.05"), rows, markdown=True)
 
 
@@ -222,7 +222,7 @@ def main() -> None:
     first, last = map(int, given.seeds.split("-"))
     given.out.mkdir(parents=True, exist_ok=True)
     recorded = map(json.loads, given.known.read_text().splitlines()) if given.known else ()
-    known = {one["seed"]: one["best_known"] for one in recorded}
+    known = {row["seed"]: row["best_known"] for row in recorded}
     cases = []
     for seed in range(first, last + 1):
         cases.append(case(seed, given.ranks, common_host=given.common_host, known=known.get(seed)))

@@ -68,9 +68,9 @@ Choice = dict[str, Any]  # "seconds", None where nothing is simulated, and what 
 
 def degrees(price: Mapping[str, Choice] = {}) -> Iterator[tuple[str, Choice]]:
     """The first of the search for what each paper trained, or the price of those that are given."""
-    known = [(gpt, 8 * stages, sequences) for gpt, stages, sequences, _ in published.SECONDS]
-    known += [(gpt, 8 * stages * data, sequences) for gpt, stages, data, sequences, _ in published.TERAFLOPS]
-    for gpt, ranks, sequences in known:
+    settings = [(gpt, 8 * stages, sequences) for gpt, stages, sequences, _ in published.SECONDS]
+    settings += [(gpt, 8 * stages * data, sequences) for gpt, stages, data, sequences, _ in published.TERAFLOPS]
+    for gpt, ranks, sequences in settings:
         name = f"{gpt.name}, {gpt.year}, {ranks} ranks"
         machine, cluster = published.setting(gpt, ranks)
         facts = {Size(b, t): published.rank_facts(gpt, machine, b, t) for b in (1, 2, 4) for t in (1, 2, 4, 8)}
@@ -89,29 +89,29 @@ def degrees(price: Mapping[str, Choice] = {}) -> Iterator[tuple[str, Choice]]:
 def plans() -> Iterator[tuple[str, Callable[[], Plan]]]:
     """Names, and what plans."""
     for name in CONFIGS:
-        asked = ["--config", str(REPO / f"configs/{name}.yaml"), "--profile", "h100-sxm-pcie5"]
-        yield f"configs/{name}.yaml", _planner(asked, RANKS.get(name, 1))
-    for model, machine, ranks, device, host, other in CASES:
+        arguments = ["--config", str(REPO / f"configs/{name}.yaml"), "--profile", "h100-sxm-pcie5"]
+        yield f"configs/{name}.yaml", _planner(arguments, RANKS.get(name, 1))
+    for model, machine, ranks, device, host, options in CASES:
         keys = {
             "model.config": {"model_type": "llama", "max_position_embeddings": 4096, **LLAMA[model]},
             "model.tokenizer": "none", "data.path": "random tokens", "data.max_length": 2048, "training.bf16": True,
             "training.gradient_checkpointing": True, "training.per_device_train_batch_size": 1,
-            "strategies.offload.gpu_memory": device, **other,
+            "strategies.offload.gpu_memory": device, **options,
         }  # fmt: skip
-        asked = ["--config", str(REPO / "configs/base.yaml"), "--profile", machine, "--host-memory", host]
-        asked += [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-        said = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in other.items())
-        yield f"{model}, {ranks} x {machine}, {device}, {said}", _planner(asked, ranks)
+        arguments = ["--config", str(REPO / "configs/base.yaml"), "--profile", machine, "--host-memory", host]
+        arguments += [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        words = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in options.items())
+        yield f"{model}, {ranks} x {machine}, {device}, {words}", _planner(arguments, ranks)
 
 
 def _planner(asked: list[str], ranks: int) -> Callable[[], Plan]:
-    def made() -> Plan:
+    def make() -> Plan:
         from deepstow.trainer.planning.from_config import plan_of
 
         given = command.parse([*asked, "--world-size", str(ranks)])
         return plan_of(command.config_of(given), command.ranks_of(given), command.machine_of(given))
 
-    return made
+    return make
 
 
 RENAMED = {"ways": "shards", "grad_home": "grad_tier"}  # fields of buckets in older records
@@ -122,69 +122,69 @@ def chosen(plan: Plan) -> Choice:
     """What a plan decides, and its seconds."""
     cost, layout = plan_cost(plan), plan.layout
     keeps = [to_jsonable_python(plan.keep(unit.name)) for unit in plan.facts.units]
-    found: Choice = {"seconds": cost.seconds if cost else None, "keeps": _runs(keeps)}
+    choice: Choice = {"seconds": cost.seconds if cost else None, "keeps": _runs(keeps)}
     if layout is not None:
         every = to_jsonable_python(layout)
-        found["layout"] = {key: value for key, value in every.items() if key not in ("buckets", "units")}
-        given = [field for field in fields(Bucket) if field.default is not MISSING]
-        default = {field.name: to_jsonable_python(field.default) for field in given}
-        found["buckets"] = [
-            {"first": one["params"][0], "params": len(one["params"])}
-            | {key: one[key] for key in sorted(OF_A_BUCKET) if key != "name" and one[key] != default.get(key, MISSING)}
-            for one in every["buckets"]
+        choice["layout"] = {key: value for key, value in every.items() if key not in ("buckets", "units")}
+        with_default = [field for field in fields(Bucket) if field.default is not MISSING]
+        default = {field.name: to_jsonable_python(field.default) for field in with_default}
+        choice["buckets"] = [
+            {"first": row["params"][0], "params": len(row["params"])}
+            | {key: row[key] for key in sorted(OF_A_BUCKET) if key != "name" and row[key] != default.get(key, MISSING)}
+            for row in every["buckets"]
         ]
-    return found
+    return choice
 
 
 def _runs(keeps: list[Any]) -> list[Any]:
     """Equal neighbours once, with their number."""
-    found: list[Any] = []
-    for each in keeps:
-        plain = {key: value for key, value in each.items() if key not in ("unit", "name")}
-        if found and found[-1][1] == plain:
-            found[-1][0] += 1
+    runs: list[Any] = []
+    for keep in keeps:
+        plain = {key: value for key, value in keep.items() if key not in ("unit", "name")}
+        if runs and runs[-1][1] == plain:
+            runs[-1][0] += 1
         else:
-            found.append([1, plain])
-    return found
+            runs.append([1, plain])
+    return runs
 
 
 def priced(plan: Plan, choice: Choice) -> float | None:
     """The seconds of ``choice`` by this code's simulator, on the facts and for the keeps of its own ``plan``."""
     if "buckets" not in choice or plan.layout is None or plan.facts.machine.rates is None:
         return None
-    wanted, shards = choice["buckets"], plan.layout.buckets[0].shards
+    rows, shards = choice["buckets"], plan.layout.buckets[0].shards
     block = block_bytes(plan.facts)
-    own = [plan.layout.buckets, *(form(plan.facts, -(-block // part), shards) for part in (1, *PARTS))]
-    for buckets in own:
-        if [(one.params[0], len(one.params)) for one in buckets] == [(one["first"], one["params"]) for one in wanted]:
-            told = [{RENAMED.get(key, key): value for key, value in one.items()} for one in wanted]
-            bare = [{key: value for key, value in one.items() if key not in ("first", "params")} for one in told]
-            plain = [_bare(bucket) | one for bucket, one in zip(buckets, bare, strict=True)]
+    bucketings = [plan.layout.buckets, *(form(plan.facts, -(-block // parts), shards) for parts in (1, *PARTS))]
+    for buckets in bucketings:
+        if [(b.params[0], len(b.params)) for b in buckets] == [(row["first"], row["params"]) for row in rows]:
+            renamed = [{RENAMED.get(key, key): value for key, value in row.items()} for row in rows]
+            bare = [{key: value for key, value in row.items() if key not in ("first", "params")} for row in renamed]
+            plain = [_bare(bucket) | row for bucket, row in zip(buckets, bare, strict=True)]
             layout = replace(plan.layout, buckets=tuple(map(TypeAdapter(Bucket).validate_python, plain)))
             return seconds_of(plan.facts_as_kept(), layout, plan.facts.machine.rates)
     return None
 
 
 def _bare(bucket: Bucket) -> dict[str, Any]:
-    found: dict[str, Any] = to_jsonable_python(bucket)
+    values: dict[str, Any] = to_jsonable_python(bucket)
     keep = {"name", "units", "params", "sizes", "offsets", "num_elements"}
-    return {key: value for key, value in found.items() if key in keep}
+    return {key: value for key, value in values.items() if key in keep}
 
 
 def record(judged: Mapping[str, Choice] | None = None, only: str = "") -> dict[str, Choice]:
     """What this code chooses, or its seconds of what is ``judged``; of those whose names contain ``only``."""
-    found = dict(degrees(judged or {})) if only in DEGREES else {}
+    choices = dict(degrees(judged or {})) if only in DEGREES else {}
     for name, make in plans():
         if only not in name:
             continue
         try:
             plan = make()
         except ConfigError as error:
-            found[name] = {"seconds": None, "refused": str(error)}
+            choices[name] = {"seconds": None, "refused": str(error)}
         else:
-            found[name] = chosen(plan) if judged is None else {"seconds": priced(plan, judged.get(name, {}))}
-        print(name, found[name]["seconds"], file=sys.stderr, flush=True)
-    return found
+            choices[name] = chosen(plan) if judged is None else {"seconds": priced(plan, judged.get(name, {}))}
+        print(name, choices[name]["seconds"], file=sys.stderr, flush=True)
+    return choices
 
 
 def compared(old: Mapping[str, Choice], new: Mapping[str, Choice]) -> tuple[list[str], bool]:
@@ -196,7 +196,7 @@ def compared(old: Mapping[str, Choice], new: Mapping[str, Choice]) -> tuple[list
         ratio = second / first if first and second else None
         slow |= bool(first) and (ratio is None or ratio > SLOWER)
         same = {**before, "seconds": 0} == {**after, "seconds": 0}
-        numbers = ("-" if each is None else f"{each:.5g}" for each in (first, second, ratio))
+        numbers = ("-" if number is None else f"{number:.5g}" for number in (first, second, ratio))
         rows.append((name, *numbers, "same" if same else "another"))
     return table(("case", "before", "after", "ratio", "choice"), rows, markdown=True), slow
 
@@ -208,13 +208,13 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--only", default="", help=f"of names that contain it, or {DEGREES}")
     given = parser.parse_args()
-    found = record(json.loads(given.judge.read_text()) if given.judge else None, given.only)
+    choices = record(json.loads(given.judge.read_text()) if given.judge else None, given.only)
     if given.out:
-        lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+        lines = (f"{json.dumps(name)}: {json.dumps(choice)}" for name, choice in choices.items())
         given.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if not given.compare:
         return 0
-    lines_, slow = compared(json.loads(given.compare.read_text()), found)
+    lines_, slow = compared(json.loads(given.compare.read_text()), choices)
     print("\n".join(lines_))
     return int(slow)
 

@@ -82,19 +82,19 @@ ALONE = (  # ZeRO 3 without model parallelism: ranks, micro-batch, sequences, Tf
 def rank_facts(gpt: Gpt, machine: MachineFacts, b: int, t: int, pieces: int = 1) -> Facts:
     """One of ``t`` tensor ranks' share of ``gpt`` for a micro-batch of ``b``, each block in so many ``pieces``."""
     h, s = gpt.hidden, gpt.sequence
-    whole, linear, core = s * b * h, 24 * b * s * h * h // t, 4 * b * s * s * h // t
+    hidden, linear, core = s * b * h, 24 * b * s * h * h // t, 4 * b * s * s * h // t
     outside = t if gpt.year == 2021 else 1  # what tensor ranks divide with sequence parallelism only
-    given, dense = 2 * whole * outside // t, (10 * outside + 24) * whole // t
+    input_bytes, dense = 2 * hidden * outside // t, (10 * outside + 24) * hidden // t
     saved = dense + (0 if gpt.year == 2024 else 5 * gpt.heads * s * s * b // t)
-    operators = (Operator("linear all", (dense - given) // pieces, Work(linear // pieces)),)
-    choices = Choices(given // pieces, saved // pieces, operators, Work(core // pieces))
+    operators = (Operator("linear all", (dense - input_bytes) // pieces, Work(linear // pieces)),)
+    choices = Choices(input_bytes // pieces, saved // pieces, operators, Work(core // pieces))
     params, words = (12 * h * h // t + 13 * h) // pieces, gpt.words * h // t
     blocks = [
         Unit(f"block {index}", UnitKind.BLOCK, params, params, saved // pieces, choices)
         for index in range(gpt.layers * pieces)
     ]
-    embedding = Unit("embedding", UnitKind.EMBEDDING, words + s * h, words + s * h, whole)
-    head = Unit("head", UnitKind.HEAD, words, words, 4 * whole + 4 * s * b * gpt.words // t)
+    embedding = Unit("embedding", UnitKind.EMBEDDING, words + s * h, words + s * h, hidden)
+    head = Unit("head", UnitKind.HEAD, words, words, 4 * hidden + 4 * s * b * gpt.words // t)
     run = RunFacts(
         micro_batch=b, sequence=s, accumulation=1, max_grad_norm=1.0, precision=Precision.BF16, world_size=1,
         hidden_size=h, forward_flops=gpt.layers * (linear + core) + 2 * b * s * words,
@@ -129,26 +129,26 @@ def without_zero_2(degrees: Degrees) -> Refusal | None:
 def choice(gpt: Gpt, stages: int, data: int, sequences: int, seconds: float) -> tuple[str, ...]:
     """A published choice of 8 tensor ranks, what it takes by our pricing, and what the search would choose."""
     machine, cluster = setting(gpt, 8 * stages * data)
-    known = {Size(size, t): rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
+    facts = {Size(size, t): rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
     policies = ("none", "full") if gpt.year == 2021 else ("none", "selective", "full")
-    best = hybrid(known, cluster, sequences, Options(without_zero_2, policies, (Stowed.NOTHING,))).best
+    best = hybrid(facts, cluster, sequences, Options(without_zero_2, policies, (Stowed.NOTHING,))).best
     theirs = Degrees(
         stages=stages, tensor=8, data=data, zero=int(gpt.year == 2024), recompute=POLICY[gpt.year],
         micro_batches=sequences // data,
     )  # fmt: skip
-    place = next((str(at) for at, each in enumerate(best, 1) if shape(each.degrees) == shape(theirs)), "-")
+    place = next((str(at) for at, plan in enumerate(best, 1) if shape(plan.degrees) == shape(theirs)), "-")
     ours = f"{shape(best[0].degrees)}, {best[0].degrees.recompute}, ZeRO {best[0].degrees.zero}"
-    found = simulated(known[Size(1, 8)], cluster, theirs)
+    by_pricing = simulated(facts[Size(1, 8)], cluster, theirs)
     named = (f"{gpt.name}, {gpt.year}", f"{cluster.ranks:,}", shape(theirs), f"{seconds:.4g}")
-    return *named, *found, ours, f"{best[0].price.seconds:.4g}", place
+    return *named, *by_pricing, ours, f"{best[0].price.seconds:.4g}", place
 
 
 def alone(gpt: Gpt, ranks: int, micro_batch: int, sequences: int, teraflops: float) -> tuple[str, ...]:
     """ZeRO 3 by itself, which gathered each of the four matrices of a block by itself."""
     machine, cluster = setting(gpt, ranks)
     degrees = Degrees(data=ranks, zero=3, recompute="full", micro_batch=micro_batch)
-    found = simulated(rank_facts(gpt, machine, micro_batch, 1, pieces=4), cluster, degrees)
-    return gpt.name, f"{ranks:,}", str(micro_batch), f"{gpt.seconds(ranks, sequences, teraflops):.4g}", *found
+    by_pricing = simulated(rank_facts(gpt, machine, micro_batch, 1, pieces=4), cluster, degrees)
+    return gpt.name, f"{ranks:,}", str(micro_batch), f"{gpt.seconds(ranks, sequences, teraflops):.4g}", *by_pricing
 
 
 def choices() -> Iterator[tuple[str, ...]]:
@@ -164,5 +164,5 @@ if __name__ == "__main__":
     print(
         "\n".join(table(("model", "ranks", "published p x t x d", *same, *ours), choices(), markdown=True)), end="\n\n"
     )
-    rows = [alone(*each) for each in ALONE]
+    rows = [alone(*case) for case in ALONE]
     print("\n".join(table(("ZeRO 3 alone", "ranks", "micro-batch", *same), rows, markdown=True)))

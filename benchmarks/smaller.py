@@ -66,13 +66,13 @@ def command(given: argparse.Namespace, way: str, seed: int, folder: Path) -> lis
         "max_steps": steps, "output_dir": folder, "eval_strategy": "steps", "eval_steps": steps,
         "eval_on_start": "true", "save_strategy": "no", "data_seed": seed,
     }.items()]  # fmt: skip
-    own = ["model.config=null", "model.tokenizer=null", f"model.name_or_path={given.teacher}"]
+    keys = ["model.config=null", "model.tokenizer=null", f"model.name_or_path={given.teacher}"]
     if way.startswith("student"):
         saved = json.loads((Path(given.teacher) / "config.json").read_text())
         half = {key: saved[key] for key in SIZES} | {"num_hidden_layers": saved["num_hidden_layers"] // 2}
-        own = [f"model.config={json.dumps(half)}", f"model.tokenizer={given.teacher}"]
-    asked = [each.replace("teacher: T", f"teacher: {given.teacher}") for each in WAYS[way]]
-    return [sys.executable, "launch/train.py", "--config", given.config, *own, *fixed, *given.overrides, *asked]
+        keys = [f"model.config={json.dumps(half)}", f"model.tokenizer={given.teacher}"]
+    way_options = [option.replace("teacher: T", f"teacher: {given.teacher}") for option in WAYS[way]]
+    return [sys.executable, "launch/train.py", "--config", given.config, *keys, *fixed, *given.overrides, *way_options]
 
 
 def measured(way: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
@@ -80,7 +80,7 @@ def measured(way: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     costs = [record["eval_perplexity"] for record in records if "eval_perplexity" in record]
     exact = transformers.AutoModelForCausalLM.from_pretrained(folder / "export")
-    size = sum(each.numel() for each in exact.parameters())
+    size = sum(param.numel() for param in exact.parameters())
     for export in [folder / "export", *sorted(folder.glob("export-*"))]:
         ends = (costs[0], costs[-1]) if export.name == "export" else read(export, FURTHER).about["perplexity"]
         if export.name == "export" and way == QAT:  # the run evaluates rounded weights
@@ -107,15 +107,15 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         alike.setdefault((row["way"], row["export"]), []).append(row)
-    means = ({key: some[0][key] for key in HEADS[:4]} | {key: statistics.fmean(row[key] for row in some)
-             for key in HEADS[4:]} | {"each": [row["after"] for row in some]} for some in alike.values())  # fmt: skip
+    means = ({key: runs[0][key] for key in HEADS[:4]} | {key: statistics.fmean(row[key] for row in runs)
+             for key in HEADS[4:]} | {"each": [row["after"] for row in runs]} for runs in alike.values())  # fmt: skip
     return list(means)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown, as means over the seeds, with the range of what is found after the last step."""
     lines = [[f"{row[key]:,.1f}" if isinstance(row[key], float) else f"{row[key]:,}" if isinstance(row[key], int)
-              else row[key] for key in HEADS] + [f"{min(each := row['each']):.1f} to {max(each):.1f}, {len(each)}"]
+              else row[key] for key in HEADS] + [f"{min(after := row['each']):.1f} to {max(after):.1f}, {len(after)}"]
              for row in over_seeds(rows)]  # fmt: skip
     heads = (*HEADS, "range of after, seeds")
     return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
@@ -152,22 +152,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_args(argv)
     given.out.mkdir(parents=True, exist_ok=True)
-    kept, failed = given.out / "rows.jsonl", 0
-    rows: list[dict[str, Any]] = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    there = {(row["way"], row["seed"]) for row in rows}
-    for way, seed in ((way, seed) for seed in given.seeds for way in given.only if (way, seed) not in there):
+    path, failed = given.out / "rows.jsonl", 0
+    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    finished = {(row["way"], row["seed"]) for row in rows}
+    for way, seed in ((way, seed) for seed in given.seeds for way in given.only if (way, seed) not in finished):
         folder = given.out / f"run-{list(WAYS).index(way)}-{seed}"
         run = command(given, way, seed, folder)
         with (given.out / f"{folder.name}.log").open("w") as log:
             log.write(f"{' '.join(run)}\n")
             log.flush()
-            done = subprocess.run(run, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
-        if done.returncode:
+            result = subprocess.run(run, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
+        if result.returncode:
             failed += 1
-            print(f"{way}: ended with {done.returncode}, see {log.name}")
+            print(f"{way}: ended with {result.returncode}, see {log.name}")
             continue
         rows += measured(way, seed, folder)
-        kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (given.out / "table.md").write_text(table(rows))
         picture.save(draw(rows), given.out / "smaller.png")
     print(table(rows))

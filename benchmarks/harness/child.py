@@ -87,9 +87,9 @@ def run(work: Work, contender: Contender, then: Then = lambda *_: None) -> dict[
     """Train and measure; returns everything that the record has about this run, which ``then`` gets as well, with what
     was trained, before that is closed. Every maker has the option ``repeats``: only kernels whose sums have one order.
     """
-    own = {name: value for name, value in contender.options.items() if name != "repeats"}
+    options = {name: value for name, value in contender.options.items() if name != "repeats"}
     with repeated_sums(wanted=contender.options.get("repeats", False)):
-        return measured(work, replace(contender, options=own), then)
+        return measured(work, replace(contender, options=options), then)
 
 
 def measured(work: Work, contender: Contender, then: Then) -> dict[str, Any]:
@@ -181,11 +181,11 @@ def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(work.seed + 1)
     size = (NUM_BATCHES, work.accumulation, work.ranks, work.rows, work.length)
     ids = torch.randint(work.shape.vocab, size, generator=generator)[:, :, from_environment().rank].to(device)
-    more = {}
+    positions = {}
     if work.documents > 1:
         places = torch.arange(work.length, device=device) % -(-work.length // work.documents)
-        more["position_ids"] = places.expand(work.rows, -1)
-    return [[{"input_ids": micro, "labels": micro, **more} for micro in step] for step in ids]
+        positions["position_ids"] = places.expand(work.rows, -1)
+    return [[{"input_ids": micro, "labels": micro, **positions} for micro in step] for step in ids]
 
 
 def summed(numbers: Sequence[Tensor | float], work: Work) -> list[float]:

@@ -206,10 +206,10 @@ class Recomputed(Plain):
         facts = replace(facts, run=replace(facts.run, accumulation=2))
         if share is not None:
             policies = (options(policy=name) for name in ("full", "none"))
-            least, most = (compose({"recompute": each}, facts).peak(Tier.DEVICE) for each in policies)
+            least, most = (compose({"recompute": option}, facts).peak(Tier.DEVICE) for option in policies)
             budget = least + share * (most - least)
-            left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator unused
-            facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))
+            usable = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator unused
+            facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / usable) + 1))
         strategy = options(policy=policy, activation_offloading=on_host)
         plan = compose({"recompute": strategy}, facts)
         print(full_report.text(plan, None), flush=True)

@@ -84,15 +84,15 @@ class DeepSpeed(Trained):
             zero |= {"allgather_bucket_size": bucket}
         else:
             zero |= {"offload_param": host, "stage3_prefetch_bucket_size": bucket}
-        more: dict[str, Any] = {}
+        disk_options: dict[str, Any] = {}
         if infinity:
             files = {"device": "nvme", "nvme_path": self.work.disk, "buffer_count": 12}
             zero |= {"offload_optimizer": host | files | {"pipeline_read": True, "pipeline_write": True}}
             zero |= {"sub_group_size": block}  # updated at a time
-            more = {
+            disk_options = {
                 "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
             }
-        return more | {
+        return disk_options | {
             "train_micro_batch_size_per_gpu": self.work.rows,
             "gradient_accumulation_steps": self.work.accumulation,
             "gradient_clipping": self.work.max_grad_norm,

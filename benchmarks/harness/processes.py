@@ -64,7 +64,7 @@ def child(request: dict[str, Any], log: Any, num_ranks: int = 1) -> Run:
             return {"failed": f"not finished after {human_duration(RUN_LIMIT_S)}"}
         files = [folder / f"result-{rank}.json" for rank in range(num_ranks)]
         answers: list[Run] = [json.loads(file.read_text()) for file in files if file.exists()]
-    codes = [one.returncode for one in started]
+    codes = [process.returncode for process in started]
     for answer in answers:
         if "failed" in answer:
             return answer
@@ -79,15 +79,15 @@ def child(request: dict[str, Any], log: Any, num_ranks: int = 1) -> Run:
 def ended(started: Sequence[subprocess.Popen[Any]], deadline_s: float) -> bool:
     """Wait until all have ended, or one has failed and the others had the time to report. False: that took too long."""
     in_time = True
-    while in_time and any(one.poll() is None for one in started):
-        if any(one.returncode for one in started):
+    while in_time and any(process.poll() is None for process in started):
+        if any(process.returncode for process in started):
             deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
         time.sleep(0.05)
         in_time = time.monotonic() < deadline_s
-    for one in started:
-        one.kill()  # does nothing to those that have ended
-        one.wait()
-    return in_time or any(one.returncode for one in started)
+    for process in started:
+        process.kill()  # does nothing to those that have ended
+        process.wait()
+    return in_time or any(process.returncode for process in started)
 
 
 def measure(
@@ -104,7 +104,7 @@ def measure(
         with (logs / f"{contender.label.replace(' ', '-')}-{number}.log").open("w") as log:
             run = child({"work": asdict(work), "contender": asdict(contender)}, log, work.ranks)
         walls_s.append(time.perf_counter() - began_s)
-        todo = [one for one in todo[1:] if "failed" not in run or one[1] != contender]
+        todo = [turn for turn in todo[1:] if "failed" not in run or turn[1] != contender]
         say(f"  {line(run)}  in {human_duration(walls_s[-1])}")
         yield {"label": contender.label, "round": number, "wall_s": walls_s[-1], **run}
 

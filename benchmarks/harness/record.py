@@ -48,12 +48,12 @@ def answer(
     folder = new_folder(out, theme, around["hardware"])
     above, runs, code, text = conditions(work, rounds, around), list[Run](), ExitCode.FINISHED, ""
     say(f"{len(contenders)} contenders; {above}")
-    done = {**asdict(work), "tokens_per_step": work.tokens, "shape": asdict(work.shape)}
+    about_work = {**asdict(work), "tokens_per_step": work.tokens, "shape": asdict(work.shape)}
     try:
         for run in processes.measure(work, contenders, rounds, folder / "logs", say):
             runs.append(run)
             text = f"{above}\n\n{table(runs)}\n"
-            told = around | {"work": done, "rounds": rounds, "runs": runs}
+            told = around | {"work": about_work, "rounds": rounds, "runs": runs}
             (folder / "record.json").write_text(json.dumps(told, indent=1) + "\n")
             (folder / "table.md").write_text(text)
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def refuse_unmeasured(around: Mapping[str, Any], contenders: Sequence[Contender]
     """Raise ConfigError for a contender of ours on a machine, as ``surroundings`` says, whose rates are not measured:
     its plan would be the first that fits, or one for another machine.
     """
-    if around["rates"] or all(one.maker != OURS for one in contenders):
+    if around["rates"] or all(contender.maker != OURS for contender in contenders):
         return
     why = around["rates_ignored"].partition("; to measure again")[0] or "the rates of this machine are not measured"
     raise ConfigError(f"{why}, and plans of ours are made from them; measure them first: {COMMAND}")
@@ -101,12 +101,12 @@ def table(runs: Sequence[Run]) -> str:
         good[run["label"]] += [] if "failed" in run else [run]
     plain = {run["round"]: run["tokens_per_s"] for run in good.get(PLAIN, ())}
     rows = sorted(good.items(), key=lambda row: -statistics.median([run["tokens_per_s"] for run in row[1]] or [0.0]))
-    text = aligned(HEAD, [_cells(label, some, plain) for label, some in rows], HEAD[1:], markdown=True)
-    remarks = [f"- {label}: {note}" for label, some in rows if some for note in some[-1]["notes"]]
+    text = aligned(HEAD, [_cells(label, group, plain) for label, group in rows], HEAD[1:], markdown=True)
+    remarks = [f"- {label}: {note}" for label, group in rows if group for note in group[-1]["notes"]]
     remarks += [f"- {run['label']} failed: {run['failed']}" for run in runs if "failed" in run]
-    later = {run["label"]: run["compiled_later"] for _, some in rows for run in some if run.get("compiled_later")}
+    later = {run["label"]: run["compiled_later"] for _, group in rows for run in group if run.get("compiled_later")}
     remarks += [f"- {label}: {count} graphs were compiled while it was measured" for label, count in later.items()]
-    shares = {label: max(run["others_share"] for run in some) for label, some in rows if some}
+    shares = {label: max(run["others_share"] for run in group) for label, group in rows if group}
     if disturbed := [f"{label} {share:.0%}" for label, share in shares.items() if share > QUIET]:
         remarks.append(f"- not alone: other processes used the cores while it ran, at worst: {', '.join(disturbed)}")
     return "\n".join([*text, "", *remarks] if remarks else text)
@@ -115,13 +115,13 @@ def table(runs: Sequence[Run]) -> str:
 def draw(runs: Sequence[Run]) -> Figure:
     """Tokens per second of plain of each contender, as a bar to the median and a line from least to most."""
     plain = {run["round"]: run["tokens_per_s"] for run in runs if run["label"] == PLAIN and "failed" not in run}
-    found: dict[str, list[float]] = {}
+    ratios_of: dict[str, list[float]] = {}
     for run in runs:
         if "failed" not in run and run["round"] in plain:
-            found.setdefault(run["label"], []).append(run["tokens_per_s"] / plain[run["round"]])
-    figure = picture.canvas(1.2 + picture.ROW * len(found), 10.0)
+            ratios_of.setdefault(run["label"], []).append(run["tokens_per_s"] / plain[run["round"]])
+    figure = picture.canvas(1.2 + picture.ROW * len(ratios_of), 10.0)
     axes = figure.subplots()
-    for label, ratios in found.items():
+    for label, ratios in ratios_of.items():
         middle = statistics.median(ratios)
         spread = [[middle - min(ratios)], [max(ratios) - middle]]
         bar = axes.barh([label], middle, xerr=spread, color=picture.COLOURS["forward"])
@@ -184,5 +184,5 @@ def new_folder(parent: Path, theme: str, hardware: Mapping[str, Any]) -> Path:
 def commit() -> str:
     """The commit of this checkout, with ``+`` if files differ from it."""
     command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

@@ -260,16 +260,16 @@ def contenders(
     Raises:
         ConfigError: if there is no such contender, or ours-budget is named without a budget.
     """
-    known = {one.label: one for one in theme}
+    by_label = {entry.label: entry for entry in theme}
     if BUDGET.label in names and not budgets:
         raise ConfigError(f"--subjects {BUDGET.label}: needs --gpu-memory, for example --gpu-memory 16GiB")
     sizes = {text.strip(): memory("--gpu-memory", text) for text in budgets}
-    found: dict[str, Contender] = {}
-    for name in names or known:
-        one = known[choice("--subjects", name, known)]
-        if one is not BUDGET:
-            found[name] = one if name in WHOLE else replace(one, gpu_memory=max(sizes.values(), default=None))
-        for text, size in sizes.items() if one is BUDGET else ():
+    chosen: dict[str, Contender] = {}
+    for name in names or by_label:
+        entry = by_label[choice("--subjects", name, by_label)]
+        if entry is not BUDGET:
+            chosen[name] = entry if name in WHOLE else replace(entry, gpu_memory=max(sizes.values(), default=None))
+        for text, size in sizes.items() if entry is BUDGET else ():
             label = f"{BUDGET.label} {text}"
-            found[label] = Contender(label, OURS, {**BUDGET.options, "gpu_memory": size}, size)
-    return list(found.values())
+            chosen[label] = Contender(label, OURS, {**BUDGET.options, "gpu_memory": size}, size)
+    return list(chosen.values())

@@ -123,14 +123,14 @@ class KeepCosts:
 
 def frontier(unit: Unit, costs: KeepCosts) -> list[KeepOption]:
     """The convex frontier of ``unit``, from the most bytes to the fewest; each byte costs more than the one before."""
-    found: list[KeepOption] = []
+    options: list[KeepOption] = []
     for option in sorted(_options(unit, costs), key=lambda option: (costs.of(option), option.saved_bytes)):
-        if found and option.saved_bytes >= found[-1].saved_bytes:
+        if options and option.saved_bytes >= options[-1].saved_bytes:
             continue
-        while len(found) > 1 and costs.per_byte(found[-2], found[-1]) >= costs.per_byte(found[-1], option):
-            found.pop()
-        found.append(option)
-    return found
+        while len(options) > 1 and costs.per_byte(options[-2], options[-1]) >= costs.per_byte(options[-1], option):
+            options.pop()
+        options.append(option)
+    return options
 
 
 def _options(unit: Unit, costs: KeepCosts) -> list[KeepOption]:
@@ -176,22 +176,22 @@ class TradeoffCurve:
 
     def __init__(self, units: Sequence[Unit], costs: KeepCosts) -> None:
         self._units = units
-        known: dict[tuple[object, ...], list[KeepOption]] = {}  # blocks are mostly alike
+        frontier_of: dict[tuple[object, ...], list[KeepOption]] = {}  # blocks are mostly alike
         self.frontiers: list[list[KeepOption]] = []
         for index, unit in enumerate(units):
             its = costs if _sends(index, units, costs) else replace(costs, link_s=None)
             key = (unit.saved_bytes, unit.choices, unit.temporaries, its.link_s)
-            if key not in known:
-                known[key] = frontier(unit, its)
-            self.frontiers.append(known[key])
+            if key not in frontier_of:
+                frontier_of[key] = frontier(unit, its)
+            self.frontiers.append(frontier_of[key])
         # The first block also counts the masks that all blocks share. Apart from these it is like the others: blocks
         # that recompute the same work have the same cost per byte, and the first of them moves first.
         paid: dict[object, list[float]] = {}
         moves = []
         for index, (unit, options) in enumerate(zip(units, self.frontiers, strict=True)):
             alike = (len(options), unit.choices and (unit.choices.operators, unit.choices.rest))
-            own = [costs.per_byte(before, after) for before, after in pairwise(options)]
-            moves += [(cost, rank, index) for rank, cost in enumerate(paid.setdefault(alike, own))]
+            per_byte = [costs.per_byte(before, after) for before, after in pairwise(options)]
+            moves += [(cost, rank, index) for rank, cost in enumerate(paid.setdefault(alike, per_byte))]
         self.moves = [index for *_, index in sorted(moves)]  # of alike blocks the first ones first
 
     def at(self, position: int) -> list[KeepOption]:
@@ -200,8 +200,8 @@ class TradeoffCurve:
 
     def bare(self, position: int) -> list[KeepOption]:
         """The same without shared inputs."""
-        taken = Counter(self.moves[:position])
-        return [options[taken[index]] for index, options in enumerate(self.frontiers)]
+        num_moves = Counter(self.moves[:position])
+        return [options[num_moves[index]] for index, options in enumerate(self.frontiers)]
 
 
 def _with_shared(units: Sequence[Unit], options: list[KeepOption]) -> list[KeepOption]:
@@ -224,10 +224,10 @@ def _with_shared(units: Sequence[Unit], options: list[KeepOption]) -> list[KeepO
 def _sends(index: int, units: Sequence[Unit], costs: KeepCosts) -> bool:
     """Whether a unit may send; the last two blocks never do."""
     end = last_block(units) - 1
-    most = end if costs.senders is None else min(end, costs.senders)
+    senders = end if costs.senders is None else min(end, costs.senders)
     if index >= end or not costs.spread:
-        return index < most
-    return (index + 1) * most // end > index * most // end
+        return index < senders
+    return (index + 1) * senders // end > index * senders // end
 
 
 def within_host(units: Sequence[Unit], costs: KeepCosts, spare: int) -> KeepCosts:
@@ -255,18 +255,18 @@ def cheapest(
     last = max((index for index, unit in enumerate(units) if unit.choices), default=0)
     spared = [replace(unit, choices=None) if index == last else unit for index, unit in enumerate(units)]
     tried: list[list[KeepOption]] = []
-    for some in (units, spared):
-        curve = TradeoffCurve(some, costs)
-        peaks, first = list[int](), None
+    for variant in (units, spared):
+        curve = TradeoffCurve(variant, costs)
+        peaks, first_fit = list[int](), None
         for position in range(len(curve.moves) + 1):
             peaks.append(peak(curve.at(position)))
             if peaks[-1] <= budget:
-                first = position
+                first_fit = position
                 break
-        if first is None:
+        if first_fit is None:
             tried.append(curve.at(peaks.index(min(peaks))))
         else:
-            tried += [curve.at(first), *_other_last_moves(curve, first, some, costs)]
+            tried += [curve.at(first_fit), *_other_last_moves(curve, first_fit, variant, costs)]
     fitting = [options for options in tried if peak(options) <= budget]
     return min(fitting, key=lambda options: sum(map(costs.of, options))) if fitting else min(tried, key=peak)
 

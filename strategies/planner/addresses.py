@@ -63,8 +63,8 @@ def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
         return start
 
     read = {bucket.name: read_by_all(bucket, layout) for bucket in layout.buckets}
-    found = all_needs(layout)
-    for need in sorted(found, key=lambda need: need.item is not read[need.bucket]):
+    bucket_needs = all_needs(layout)
+    for need in sorted(bucket_needs, key=lambda need: need.item is not read[need.bucket]):
         if not need.passes:
             spots[need.bucket, need.item] = Spot(need.tier, take(need.tier, need.num_bytes), need.num_bytes)
     moving = travelling(layout)
@@ -72,7 +72,7 @@ def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
     start = take(Tier.DEVICE, packing.arena)
     for bucket, offset in zip(moving, packing.offsets, strict=True):
         spots[bucket.name, Item.WEIGHT] = Spot(Tier.DEVICE, start + offset, bucket.weight_bytes)
-    for pool in _pools(layout, found):
+    for pool in _pools(layout, bucket_needs):
         start = take(pool.tier, pool.num_bytes)
         for index, need in enumerate(pool.members):
             offset = start + index % pool.num_slots * pool.slot_bytes
@@ -105,7 +105,7 @@ def weight_packing(layout: Layout) -> Packing:
         together.setdefault((bucket.units, bucket.resident_ticks), []).append(index)
     sizes = [aligned(bucket.weight_bytes) for bucket in moving]
     groups = list(together.values())
-    packing = pack(tuple([Piece(sum(sizes[i] for i in some), moving[some[0]].resident_ticks) for some in groups]))
+    packing = pack(tuple([Piece(sum(sizes[i] for i in group), moving[group[0]].resident_ticks) for group in groups]))
     offsets = [0] * len(moving)
     for start, group in zip(packing.offsets, groups, strict=True):
         for index, offset in zip(group, accumulate((sizes[i] for i in group), initial=start), strict=False):
@@ -124,12 +124,12 @@ def _pools(layout: Layout, found: Iterable[Need]) -> Iterator[SlotPool]:
         if need.passes and need.item is not Item.WEIGHT:
             members.setdefault(need.item, []).append(need)
     for item, passing in members.items():
-        tier, left = passing[0].tier, passing
+        tier, unpooled = passing[0].tier, passing
         classes = size_classes((aligned(need.num_bytes, tier) for need in passing), layout.slots(item))
         for (size, num_slots), (below, _) in zip(classes, (*classes[1:], (-1, 0)), strict=True):
-            here = tuple(need for need in left if aligned(need.num_bytes, tier) > below)
-            left = [need for need in left if aligned(need.num_bytes, tier) <= below]
-            yield SlotPool(item, tier, num_slots, size, here)
+            of_class = tuple(need for need in unpooled if aligned(need.num_bytes, tier) > below)
+            unpooled = [need for need in unpooled if aligned(need.num_bytes, tier) <= below]
+            yield SlotPool(item, tier, num_slots, size, of_class)
 
 
 def size_classes(sizes: Iterable[int], most_slots: int) -> tuple[tuple[int, int], ...]:
@@ -152,31 +152,31 @@ def _classes(counts: tuple[tuple[int, int], ...], most_slots: int) -> tuple[tupl
         size = counts[start][0]
         members = 0
         choices = []
-        for following, (rest, classes, _) in enumerate(reversed(best), start=start + 1):
+        for following, (rest_bytes, classes, _) in enumerate(reversed(best), start=start + 1):
             members += counts[following - 1][1]
-            choices.append((min(most_slots, members) * size + rest, 1 + classes, following))
+            choices.append((min(most_slots, members) * size + rest_bytes, 1 + classes, following))
         best.append(min(choices))
     best.reverse()
-    found, start = [], 0
+    slot_classes, start = [], 0
     while start < len(counts):
         following = best[start][2]
         members = sum(number for _, number in counts[start:following])
-        found.append((counts[start][0], min(most_slots, members)))
+        slot_classes.append((counts[start][0], min(most_slots, members)))
         start = following
-    return tuple(found)
+    return tuple(slot_classes)
 
 
 def slot_numbers(layout: Layout) -> dict[tuple[str, Item], int]:
     """The slot of each need that uses one, by bucket and item; numbers are unique over all pools."""
-    found, first = {}, 0
+    numbers, first_slot = {}, 0
     for pool in slot_pools(layout):
         for index, need in enumerate(pool.members):
-            found[need.bucket, need.item] = first + index % pool.num_slots
-        first += pool.num_slots
-    held = [bucket.name for bucket in layout.buckets if bucket.state_on_disk]
+            numbers[need.bucket, need.item] = first_slot + index % pool.num_slots
+        first_slot += pool.num_slots
+    on_disk = [bucket.name for bucket in layout.buckets if bucket.state_on_disk]
     # Pieces of a bucket pass the window one by one; here as if it had slots for whole ones: it is as busy then.
-    found |= {(name, Item.WINDOW): first + index % layout.window_slots for index, name in enumerate(held)}
-    return found
+    numbers |= {(name, Item.WINDOW): first_slot + index % layout.window_slots for index, name in enumerate(on_disk)}
+    return numbers
 
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -222,16 +222,16 @@ def pack(pieces: tuple[Piece, ...]) -> Packing:
     """The smallest arena that is found; the result does not depend on the order of the pieces."""
     by_span = sorted(range(len(pieces)), key=lambda index: (pieces[index].spans, pieces[index].num_bytes))
     bound, overlapping = max_live(pieces), _overlapping(pieces)
-    found: list[Packing] = []
+    packings: list[Packing] = []
     for key in _ORDERS:
         ranks = [key(piece) for piece in pieces]
         order = sorted(by_span, key=ranks.__getitem__)  # stable: equal ranks keep their order
         for best_fit in (False, True):
             offsets = _placed(pieces, overlapping, order, best_fit=best_fit)
-            found.append(Packing(tuple(offsets), _top(pieces, offsets), bound))
-            if found[-1].arena == bound:
-                return found[-1]
-    return min(found, key=lambda packing: packing.arena)
+            packings.append(Packing(tuple(offsets), _top(pieces, offsets), bound))
+            if packings[-1].arena == bound:
+                return packings[-1]
+    return min(packings, key=lambda packing: packing.arena)
 
 
 _ORDERS: tuple[Callable[[Piece], int], ...] = (
@@ -259,9 +259,9 @@ def _placed(
     offsets = [-1] * len(pieces)
     for index in order:
         size, floor = pieces[index].num_bytes, 0
-        taken = [(offsets[other], pieces[other].num_bytes) for other in overlapping[index] if offsets[other] >= 0]
+        occupied = [(offsets[other], pieces[other].num_bytes) for other in overlapping[index] if offsets[other] >= 0]
         holes: list[tuple[float, int]] = []  # size and offset of those that are large enough
-        for start, num_bytes in sorted(taken):
+        for start, num_bytes in sorted(occupied):
             if start - floor >= size:
                 holes.append((start - floor, floor))
             floor = max(floor, start + num_bytes)

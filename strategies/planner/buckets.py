@@ -90,10 +90,10 @@ def _capacity(params: tuple[Param, ...], kinds: Kinds, copies: int, latency: flo
     block, blocks = _block_bytes(params, kinds), {name for name, kind in kinds if kind is UnitKind.BLOCK}
 
     def moved(size: int) -> float:
-        found = [b.weight_bytes for b in _formed(params, kinds, size, 1) if b.units[0] in blocks]
-        return copies * (len(found) * latency + sum(found) / rate) + max(found, default=0) / rate
+        bucket_sizes = [b.weight_bytes for b in _formed(params, kinds, size, 1) if b.units[0] in blocks]
+        return copies * (len(bucket_sizes) * latency + sum(bucket_sizes) / rate) + max(bucket_sizes, default=0) / rate
 
-    sizes = [block, *(-(-block // part) for part in PARTS)]
+    sizes = [block, *(-(-block // parts) for parts in PARTS)]
     return min(sizes, key=moved) if block else None  # the largest of equals
 
 
@@ -136,16 +136,16 @@ def _pieces(params: Iterable[Param], kinds: Kinds, capacity: int) -> Iterator[li
     shares: dict[str, list[Param]] = {}
     for param in params:
         shares.setdefault(param.unit, []).append(param)
-    packed, there = list[Param](), 0
+    packed, packed_bytes = list[Param](), 0
     for unit, kind in kinds:
         share = shares.get(unit, [])
         size = sum(map(_bytes, share))
         alone = kind is not UnitKind.BLOCK or size > capacity
-        if packed and (alone or there + size > capacity):
+        if packed and (alone or packed_bytes + size > capacity):
             yield packed
-            packed, there = [], 0
+            packed, packed_bytes = [], 0
         if not alone:
-            packed, there = packed + share, there + size
+            packed, packed_bytes = packed + share, packed_bytes + size
         elif kind is UnitKind.BLOCK:
             yield from _cut(share, capacity)
         elif share:
@@ -155,14 +155,14 @@ def _pieces(params: Iterable[Param], kinds: Kinds, capacity: int) -> Iterator[li
 
 
 def _cut(share: Iterable[Param], capacity: int) -> Iterator[list[Param]]:
-    piece, there = list[Param](), 0
+    piece, piece_bytes = list[Param](), 0
     for param in share:
         size = _bytes(param)
-        if piece and there + size > capacity:
+        if piece and piece_bytes + size > capacity:
             yield piece
-            piece, there = [], 0
+            piece, piece_bytes = [], 0
         piece.append(param)
-        there += size
+        piece_bytes += size
     if piece:
         yield piece
 
@@ -176,7 +176,7 @@ def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str], like_of: Map
         groups[base].add(group)
         dtypes[base].add(dtype)
     parts = Counter(zip(bases, likes, strict=True))
-    seen: Counter[tuple[str, Like]] = Counter()
+    numbered: Counter[tuple[str, Like]] = Counter()
     names: list[str] = []
     for base, like in zip(bases, likes, strict=True):
         (dtype, group, *_), name = like, base + ":elsewhere" * like[2] + f":{like[3]}" * bool(like[3])
@@ -185,8 +185,8 @@ def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str], like_of: Map
         if len(dtypes[base]) > 1:
             name += f":{dtype}"
         if parts[base, like] > 1:
-            name += f"/{seen[base, like]}"
-            seen[base, like] += 1
+            name += f"/{numbered[base, like]}"
+            numbered[base, like] += 1
         names.append(name)
     assert len(set(names)) == len(names), names
     return names
@@ -274,21 +274,21 @@ def offloadable(facts: Facts, buckets: Sequence[Bucket], bucket_bytes: int | Non
     stacks = {name.rpartition(".")[0] for name in blocks}
     largest = block_bytes(facts)
     worth = min(largest, bucket_bytes or largest) / SMALL
-    found = Offloadable()
+    may_leave = Offloadable()
     for index, bucket in enumerate(buckets):
         count = len(bucket.units)
         if bucket.weight_bytes / count < worth:
             continue
         by_few_blocks = blocks.issuperset(bucket.units) and 2 * count <= len(blocks)
         if by_few_blocks or count == 1:
-            found.gradients.append(index)
+            may_leave.gradients.append(index)
         if not elsewhere.isdisjoint(bucket.params):
             continue
         if by_few_blocks:
-            found.blocks.append(index)
+            may_leave.blocks.append(index)
         # With several stacks of blocks the "head" holds what stands between them, and is not used at the end only.
         elif blocks.isdisjoint(bucket.units) and len(stacks) == 1:
-            found.ends.append(index)
+            may_leave.ends.append(index)
     if facts.run.adding_copies > 1:
-        found.gradients = sorted(found.blocks + found.ends)
-    return found
+        may_leave.gradients = sorted(may_leave.blocks + may_leave.ends)
+    return may_leave

@@ -88,10 +88,10 @@ def cut(units: Sequence[Unit], schedule: Schedule, stages: int, blocks: Sequence
         raise ValueError(why)
     blocks = blocks or _balanced(_costs(units), count)
     ends = {kind: tuple(unit.name for unit in units if unit.kind is kind) for kind in UnitKind}
-    parts, done = [], 0
+    parts, start = [], 0
     for number in blocks:
-        parts.append(tuple(names[done : done + number]))
-        done += number
+        parts.append(tuple(names[start : start + number]))
+        start += number
     parts[0] = (*ends[UnitKind.EMBEDDING], *parts[0])
     parts[-1] = (*parts[-1], *ends[UnitKind.HEAD])
     holders = tuple(schedule.stage_of(part, stages) for part in range(count))
@@ -111,9 +111,9 @@ def complaint(depth: int, schedule: Schedule, stages: int, blocks: Sequence[int]
 def work(units: Sequence[Unit]) -> dict[str, int]:
     """By unit, the weights that products read: none in the embedding, a head's whether it is tied or not."""
     table = sum(unit.num_params for unit in units if unit.kind is UnitKind.EMBEDDING)
-    least = {UnitKind.EMBEDDING: 0, UnitKind.BLOCK: 0, UnitKind.HEAD: table}
+    floor = {UnitKind.EMBEDDING: 0, UnitKind.BLOCK: 0, UnitKind.HEAD: table}
     return {
-        unit.name: 0 if unit.kind is UnitKind.EMBEDDING else max(unit.num_params, least[unit.kind]) for unit in units
+        unit.name: 0 if unit.kind is UnitKind.EMBEDDING else max(unit.num_params, floor[unit.kind]) for unit in units
     }
 
 
@@ -131,18 +131,18 @@ def _balanced(costs: Sequence[int], parts: int) -> list[int]:
     """
     if parts == 1:
         return [len(costs)]
-    least = bisect_left(range(sum(costs)), True, key=lambda most: _fit(costs, parts, most))
-    first = bisect_right(list(accumulate(costs)), least, hi=len(costs) - parts + 1)
+    largest_sum = bisect_left(range(sum(costs)), True, key=lambda most: _fit(costs, parts, most))
+    first = bisect_right(list(accumulate(costs)), largest_sum, hi=len(costs) - parts + 1)
     return [first, *_balanced(costs[first:], parts - 1)]
 
 
 def _fit(costs: Sequence[int], parts: int, most: int) -> bool:
     """Whether so many parts are enough if none may cost more than ``most``."""
-    left = 0
+    room = 0
     for cost in costs:
-        if cost > left:
-            parts, left = parts - 1, most
-        left -= cost
-        if parts < 0 or left < 0:
+        if cost > room:
+            parts, room = parts - 1, most
+        room -= cost
+        if parts < 0 or room < 0:
             return False
     return True

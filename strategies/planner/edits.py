@@ -24,10 +24,10 @@ def ranked(facts: Facts, request: OffloadRequest, saved_bytes: int) -> dict[str,
 
     Each has its gain: 0.25 is a quarter more tokens per second.
     """
-    now = _speed(facts, request, saved_bytes)
+    speed = _speed(facts, request, saved_bytes)
     gains = {}
-    for change, after, asked, saved in _edits(facts, request, saved_bytes) if now else ():
-        gains[change] = _speed(after, asked, saved) / now - 1
+    for change, edited_facts, edited_request, saved in _edits(facts, request, saved_bytes) if speed else ():
+        gains[change] = _speed(edited_facts, edited_request, saved) / speed - 1
     best = sorted(gains, key=lambda change: -gains[change])[:SHOWN]
     return {change: gains[change] for change in best if gains[change] > WORTH}
 
@@ -56,9 +56,9 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
             request,
             saved,
         )
-    most = device_budget(machine)
-    if most > request.device_bytes and machine.has_accelerator:
-        yield (f"strategies.offload.gpu_memory: {human(most)}", facts, replace(request, device_bytes=most), saved)
+    budget = device_budget(machine)
+    if budget > request.device_bytes and machine.has_accelerator:
+        yield (f"strategies.offload.gpu_memory: {human(budget)}", facts, replace(request, device_bytes=budget), saved)
     if run.max_grad_norm > 0:
         unclipped = replace(facts, run=replace(run, max_grad_norm=0.0))
         yield ("training.max_grad_norm: 0 (nothing is clipped)", unclipped, replace(request, in_backward=True), saved)

@@ -37,10 +37,10 @@ def buffers(facts: Facts, stage: int, shards: int) -> Iterator[Reserve]:
         yield Reserve(unit=RUN, reason=reason, owner="zero: reduce bucket", num_bytes=num_bytes)
     run, sizes = facts.run, element_bytes(facts.run, stage)
     if run.apart and stage > 0:
-        size_of_all = sum(sizes[kind] for kind, first in SPLIT_FROM.items() if stage >= first)
-        more = size_of_all * run.apart * (shards - run.alike) // (shards * run.alike)
+        size_of_all = sum(sizes[kind] for kind, from_stage in SPLIT_FROM.items() if stage >= from_stage)
+        expert_bytes = size_of_all * run.apart * (shards - run.alike) // (shards * run.alike)
         reason = f"{run.alike} ranks share it, and not all {shards}"
-        yield Reserve(unit=RUN, reason=reason, owner="zero: state of experts", num_bytes=more)
+        yield Reserve(unit=RUN, reason=reason, owner="zero: state of experts", num_bytes=expert_bytes)
     if stage == 3 and shards > 1:
         live, reason = min(live_elements(facts), facts.num_params), "weights gathered for use and prefetched"
         yield Reserve(unit=RUN, reason=reason, owner="zero: gathered weights", num_bytes=live * size)
@@ -92,5 +92,5 @@ def message_bytes(run: RunFacts, num_trainable: int, copies: int, *, shared: boo
     """
     if copies == 1:
         return 0
-    whole = min(run.trained_bytes * num_trainable, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
-    return whole + -(-whole // copies) * shared
+    num_bytes = min(run.trained_bytes * num_trainable, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
+    return num_bytes + -(-num_bytes // copies) * shared

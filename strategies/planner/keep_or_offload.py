@@ -96,18 +96,18 @@ class _Search:
         pairs = zip(plan.units(), keeps, strict=True)
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
         self.at = cache(self._at)
-        here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
+        device_costs, *host_costs = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         # Where micro-batches take turns, a unit sends what all of them save at once.
-        others = [replace(each, spread=facts.run.layerwise > 1) for each in others]
-        self._curves = [TradeoffCurve(units, here)]
-        if others:
+        host_costs = [replace(costs, spread=facts.run.layerwise > 1) for costs in host_costs]
+        self._curves = [TradeoffCurve(units, device_costs)]
+        if host_costs:
             spare = self._spare_bytes() // facts.run.layerwise
-            self._curves += [TradeoffCurve(units, within_host(units, each, spare)) for each in others]
+            self._curves += [TradeoffCurve(units, within_host(units, costs, spare)) for costs in host_costs]
 
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
-        least = self.at((0, len(self._curves[0].moves))).quick
-        return self._request.host_bytes - _beside(self._plan) - (place(least[0]).num_bytes(Tier.HOST) if least else 0)
+        quick = self.at((0, len(self._curves[0].moves))).quick
+        return self._request.host_bytes - _beside(self._plan) - (place(quick[0]).num_bytes(Tier.HOST) if quick else 0)
 
     def options(self, position: Position) -> list[KeepOption]:
         """How each unit is kept."""
@@ -117,8 +117,8 @@ class _Search:
     def fastest(self) -> Position:
         """The position with the shortest simulated step."""
         lengths = [len(curve.moves) for curve in self._curves]
-        parts = ((curve, length * part // GRID) for curve, length in enumerate(lengths) for part in range(1, GRID + 1))
-        grid = {(0, 0), *(position for position in parts if position[1])}
+        positions = ((curve, length * n // GRID) for curve, length in enumerate(lengths) for n in range(1, GRID + 1))
+        grid = {(0, 0), *(position for position in positions if position[1])}
         ranked = sorted(grid, key=lambda position: (self._estimate(position), position))
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
         if not tried:  # the least of the device: all recomputed, with inputs on the host if they may be
@@ -128,9 +128,9 @@ class _Search:
             curve, at = min(tried, key=self._seconds)
             step = lengths[curve] // (finer * GRID)
             tried += [(curve, beside) for beside in (at - step, at + step) if 0 < beside <= lengths[curve]]
-        most = min(map(self._seconds, tried)) * (1 + SAME)
+        longest = min(map(self._seconds, tried)) * (1 + SAME)
         return min(
-            (position for position in tried if self._seconds(position) <= most),
+            (position for position in tried if self._seconds(position) <= longest),
             key=lambda position: (sum(option.hosted_bytes for option in self.options(position)), position[1]),
         )
 
@@ -147,12 +147,12 @@ class _Search:
     def _at(self, position: Position) -> PlacementSearch:
         pairs = zip(self._plan.facts.units, self.options(position), strict=True)
         still_open = ((unit.name, option) for unit, option in pairs if self._plan.keep(unit.name).open)
-        kept = self._plan.amend((option.keep(name, "") for name, option in still_open), by="offload")
-        return _placement_search(kept, self._request)
+        plan = self._plan.amend((option.keep(name, "") for name, option in still_open), by="offload")
+        return _placement_search(plan, self._request)
 
     def _seconds(self, position: Position) -> float:
-        found = self.at(position).quick
-        return found[1] if found else inf
+        quick = self.at(position).quick
+        return quick[1] if quick else inf
 
     def _estimate(self, position: Position) -> float:
         seconds = self.at(position).estimated()

@@ -69,18 +69,18 @@ def least_memory(families: Iterable[Places], tier: Tier, room: float = inf, *, a
         room: bytes of the other tier.
         all_leave: every weight that may be offloaded is.
     """
-    other, best = OTHER[tier], None
+    other_tier, best = OTHER[tier], None
 
     def order(point: _Point) -> tuple[int, int]:
-        return (point.num_bytes[tier], point.num_bytes[other])
+        return (point.num_bytes[tier], point.num_bytes[other_tier])
 
     points = [p for family in families for p in _points(family, tier, room, order, all_leave=all_leave)]
     for point in sorted(points, key=order):
         if best is not None and point.num_bytes[tier] >= best.num_bytes[tier]:
             break
-        made = point.placed()  # packing may need more than a point should take
-        if made.num_bytes[other] <= room and (best is None or made.num_bytes[tier] < best.num_bytes[tier]):
-            best = made
+        placed = point.placed()  # packing may need more than a point should take
+        if placed.num_bytes[other_tier] <= room and (best is None or placed.num_bytes[tier] < best.num_bytes[tier]):
+            best = placed
     return best
 
 
@@ -101,17 +101,17 @@ def _points(
 
     def make(placement: Placement) -> _Point | None:
         sizes, weights = family.sizes(placement), family.movable(placement)
-        some: Sequence[Movable] | None = weights
+        offloaded: Sequence[Movable] | None = weights
         if not all_leave and tier is Tier.DEVICE:
-            some = most_freed(weights, room - sizes.host)
+            offloaded = most_freed(weights, room - sizes.host)
         elif not all_leave:
-            some = fewest_copies(weights, sizes.weights - sizes.room(int(room)))
-        point = None if some is None else _point(family, placement, some)
+            offloaded = fewest_copies(weights, sizes.weights - sizes.room(int(room)))
+        point = None if offloaded is None else _point(family, placement, offloaded)
         return point if point is not None and point.num_bytes[OTHER[tier]] <= room else None
 
-    there = cache(lambda index: spilled(family, ladder[index], on_host))
-    yield from _best_of(len(ladder), lambda index: make(there(index)), order)
-    yield from _best_of(len(ladder), lambda index: make(family.streamed(there(index))), order)
+    placement_at = cache(lambda index: spilled(family, ladder[index], on_host))
+    yield from _best_of(len(ladder), lambda index: make(placement_at(index)), order)
+    yield from _best_of(len(ladder), lambda index: make(family.streamed(placement_at(index))), order)
 
 
 def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:
@@ -130,27 +130,27 @@ def _best_of(
     closer; a minimum that is missed this way is one of a few buckets, of hundreds.
     """
     step = 1 if count <= SAMPLE else count // COARSE
-    found: dict[int, _Point | None] = {}
-    wanted = {*range(0, count, step), count - 1}
+    points: dict[int, _Point | None] = {}
+    indices = {*range(0, count, step), count - 1}
     while True:
-        found |= {index: make(index) for index in wanted if index not in found}
-        fitting = {index: point for index, point in found.items() if point is not None}
+        points |= {index: make(index) for index in indices if index not in points}
+        fitting = {index: point for index, point in points.items() if point is not None}
         if step == 1 or not fitting:
             return list(fitting.values())
         best = sorted(fitting, key=lambda index: order(fitting[index]))[:AROUND]
         finer = max(1, step // CLOSER)
         around = (at for index in best for at in range(index - step, index + step + 1, finer))
-        wanted, step = {at for at in around if 0 <= at < count}, finer
+        indices, step = {at for at in around if 0 <= at < count}, finer
 
 
 def most_freed(weights: Sequence[Movable], copy_bytes: float) -> list[Movable]:
     """Weights whose copies take at most ``copy_bytes`` and that free the most of the device."""
-    found, left = [], copy_bytes
+    chosen, spare = [], copy_bytes
     for weight in _in_order(weights):
-        if weight.copy_bytes <= left:
-            found.append(weight)
-            left -= weight.copy_bytes
-    return found
+        if weight.copy_bytes <= spare:
+            chosen.append(weight)
+            spare -= weight.copy_bytes
+    return chosen
 
 
 def freed(weights: Collection[Movable]) -> int:
@@ -174,22 +174,22 @@ def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable]
     """
     live = defaultdict[int, int](int)
     total = 0
-    most = 0
-    found = list[Movable]()
+    peak = 0
+    chosen = list[Movable]()
     if freed_bytes <= 0:
         return []
     for weight in _in_order(weights):
-        found.append(weight)
+        chosen.append(weight)
         total += weight.num_bytes
         for tick in weight.ticks:
             live[tick] += weight.num_bytes
-            most = max(most, live[tick])
-        if total - most >= freed_bytes:
-            spare, needed = total - most - freed_bytes, list[Movable]()
-            for other in sorted(found, key=lambda w: -w.copy_bytes):
-                if other.copy_bytes and other.num_bytes <= spare:
-                    spare -= other.num_bytes
+            peak = max(peak, live[tick])
+        if total - peak >= freed_bytes:
+            spare, needed = total - peak - freed_bytes, list[Movable]()
+            for candidate in sorted(chosen, key=lambda w: -w.copy_bytes):
+                if candidate.copy_bytes and candidate.num_bytes <= spare:
+                    spare -= candidate.num_bytes
                 else:
-                    needed.append(other)
+                    needed.append(candidate)
             return needed
     return None

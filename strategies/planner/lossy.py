@@ -70,8 +70,8 @@ def sent_bytes(facts: Facts, *, spans: bool = False) -> tuple[float, float | Non
     message = message_bytes(how, facts)
     times = run.copies - 1 if how.method == "topk" else ring
     halved = run.stowed and not how.local_steps and run.precision is Precision.BF16 and not run.adapters
-    whole = ring * (2 if halved else 4) * facts.num_trainable
-    return whole / (1 + spans), None if message is None else times * message / max(1, how.local_steps)
+    exact = ring * (2 if halved else 4) * facts.num_trainable
+    return exact / (1 + spans), None if message is None else times * message / max(1, how.local_steps)
 
 
 def owed_bytes(facts: Facts) -> int:
@@ -80,8 +80,8 @@ def owed_bytes(facts: Facts) -> int:
     if how is None or not how.owes:
         return 0
     owned = count / facts.run.copies
-    more = {"int8": owned, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
-    return int(4 * (count * (2 if how.momentum else 1) + more.get(how.method, 0.0)))
+    by_method = {"int8": owned, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
+    return int(4 * (count * (2 if how.momentum else 1) + by_method.get(how.method, 0.0)))
 
 
 def outer_bytes(facts: Facts) -> int:
@@ -119,13 +119,13 @@ def reserves(facts: Facts) -> Iterator[Reserve]:
 
 def share_and_coding(facts: Facts, rates: Rates, *, spans: bool = False) -> tuple[float, float]:
     """The part that is sent of all, and seconds of coding in a step; the part is 1 where it is not known."""
-    how, (whole, less) = facts.run.compression, sent_bytes(facts, spans=spans)
+    how, (exact, sent) = facts.run.compression, sent_bytes(facts, spans=spans)
     assert how is not None
     passes = COUNTED if facts.machine.has_accelerator else ON_CPU
     coding = passes[how.method] * 4 * facts.num_trainable / rates.device_bytes_per_s / max(1, how.local_steps)
     if facts.run.stowed and facts.machine.has_accelerator and not how.local_steps:  # what is owed comes up, and goes
         coding += owed_bytes(facts) * (1 / rates.up_bytes_per_s + 1 / rates.down_bytes_per_s)
-    return 1.0 if less is None else less / whole, coding
+    return 1.0 if sent is None else sent / exact, coding
 
 
 def exchanged_bytes(facts: Facts, rates: Rates, elements: int, size: int, shards: int) -> float:
@@ -149,18 +149,18 @@ def words(facts: Facts, *, spans: bool = False) -> str:
     """What is sent, what that gains, and that it is lossy."""
     how, rates = facts.run.compression, facts.machine.rates
     assert how is not None
-    whole, less = sent_bytes(facts, spans=spans)
-    if less is None:
-        return f"{how.words}, lossy: each rank sends fewer than {whole / 1e6:.4g} MB per step, how many is unknown"
+    exact, sent = sent_bytes(facts, spans=spans)
+    if sent is None:
+        return f"{how.words}, lossy: each rank sends fewer than {exact / 1e6:.4g} MB per step, how many is unknown"
     about = "about " if how.method == "powersgd" else "on average " if how.local_steps else ""
-    said = f"{how.words}, lossy: each rank sends {about}{less / 1e6:.4g} MB per step instead of {whole / 1e6:.4g} MB"
+    text = f"{how.words}, lossy: each rank sends {about}{sent / 1e6:.4g} MB per step instead of {exact / 1e6:.4g} MB"
     if how.method == "topk" and not how.local_steps:
-        said += f", as much at a density of {1 / facts.run.copies:.2g} with {facts.run.copies} ranks"
-        said += f", or with {1 / how.density:.4g} ranks at this one"
+        text += f", as much at a density of {1 / facts.run.copies:.2g} with {facts.run.copies} ranks"
+        text += f", or with {1 / how.density:.4g} ranks at this one"
     if rates is None:
-        return f"{said}; {UNKNOWN}"
-    saved = (whole - less) / gather_rate(facts, rates)
-    return f"{said}; {_gain(saved, share_and_coding(facts, rates, spans=spans)[1], 'leave it out')}"
+        return f"{text}; {UNKNOWN}"
+    saved = (exact - sent) / gather_rate(facts, rates)
+    return f"{text}; {_gain(saved, share_and_coding(facts, rates, spans=spans)[1], 'leave it out')}"
 
 
 def _gain(saved: float, coding: float, cure: str) -> str:
@@ -184,14 +184,14 @@ def rows_words(facts: Facts, what: str, tokens: float, bits: int, *, segmented: 
     numbers, ring = size / element, 2 * (ranks - 1) / ranks
     of_number = element if bits == 16 else bits / 8 + (0 if segmented else 4 / 128)
     scores = (ranks - 1) * 4 * run.micro_batch * run.sequence * (tokens < 1)
-    whole = blocks * ring * sum(run.sums[:2]) * size
-    less = blocks * (2 * (ring * tokens * numbers * of_number + scores) + ring * (1 + tokens) * size)
-    said = f"lossy, {what}: each rank sends {less / 1e6:.4g} MB per micro-batch instead of {whole / 1e6:.4g} MB"
+    exact = blocks * ring * sum(run.sums[:2]) * size
+    sent = blocks * (2 * (ring * tokens * numbers * of_number + scores) + ring * (1 + tokens) * size)
+    text = f"lossy, {what}: each rank sends {sent / 1e6:.4g} MB per micro-batch instead of {exact / 1e6:.4g} MB"
     if (rates := machine.rates) is None:
-        return f"{said}; {UNKNOWN}"
-    saved, coding = (whole - less) / straight(facts, rates, ranks).bytes_per_s, 0.0
+        return f"{text}; {UNKNOWN}"
+    saved, coding = (exact - sent) / straight(facts, rates, ranks).bytes_per_s, 0.0
     if bits < 16:
         coded, decoded = (ROWS_COUNTED if machine.has_accelerator else ROWS_ON_CPU)[bits, segmented]
         touched = 2 * blocks * tokens * numbers * ((1 + 1 / ranks) * coded + 2 * decoded)
         coding = touched / rates.device_bytes_per_s
-    return f"{said}; {_gain(saved, coding, 'take 16 bits')}"
+    return f"{text}; {_gain(saved, coding, 'take 16 bits')}"

@@ -76,8 +76,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
         if bucket.weight_on_disk:
             return Resting(Tier.HOST, 0, "on the disk, read for use", shards)
         if bucket.frozen_as:
-            whole = FORMATS[bucket.frozen_as].bits // 8  # what is beyond whole bytes is CODES', with the scales
-            return Resting(Tier.HOST, whole, f"fetched for use, in {bucket.frozen_as}: not exact")
+            whole_bytes = FORMATS[bucket.frozen_as].bits // 8  # what is beyond whole bytes is CODES', with the scales
+            return Resting(Tier.HOST, whole_bytes, f"fetched for use, in {bucket.frozen_as}: not exact")
         parks = parks_in_copy(bucket, layout)
         reason = "fetched for use; the gradient takes its place" if parks else "fetched for use"
         return Resting(Tier.HOST, size, reason, shards)
@@ -110,22 +110,22 @@ def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
     """What each unit holds, and where."""
     buckets = {name: bucket for bucket in layout.buckets for name in bucket.params}
     for unit in facts.units:
-        own = [(buckets[param.name], param.num_elements) for param in facts.params if param.unit == unit.name]
+        elements = [(buckets[param.name], param.num_elements) for param in facts.params if param.unit == unit.name]
         for kind in Kind:
-            counted = own if kind is Kind.PARAM else [(b, n) for b, n in own if b.group is not None]
+            counted = elements if kind is Kind.PARAM else [(b, n) for b, n in elements if b.group is not None]
             yield _share(unit, kind, [(resting(bucket, layout, kind), n) for bucket, n in counted])
 
 
 def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
     elements = dict.fromkeys(Tier, 0)
     reasons: dict[Tier, str] = {}
-    for part, number in sorted(parts, key=lambda item: -item[1]):
-        elements[part.tier] += number
-        reasons.setdefault(part.tier, part.reason)
-    element_bytes = min((part.element_bytes for part, _ in parts), default=0)
-    tier, other = sorted(Tier, key=lambda at: -elements[at])
+    for tensor, number in sorted(parts, key=lambda item: -item[1]):
+        elements[tensor.tier] += number
+        reasons.setdefault(tensor.tier, tensor.reason)
+    element_bytes = min((tensor.element_bytes for tensor, _ in parts), default=0)
+    tier, other_tier = sorted(Tier, key=lambda at: -elements[at])
     main = reasons.get(tier, UPDATES[Site.NONE])
-    shards = max((part.shards for part, _ in parts), default=1)
+    shards = max((tensor.shards for tensor, _ in parts), default=1)
     return Share(
         unit=unit.name,
         reason=main,
@@ -133,8 +133,8 @@ def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
         shards=shards,
         element_bytes=element_bytes,
         tier=tier,
-        strays=elements[other] if element_bytes else 0,
-        stray_reason=reasons.get(other, main),
+        strays=elements[other_tier] if element_bytes else 0,
+        stray_reason=reasons.get(other_tier, main),
     )
 
 
@@ -148,11 +148,11 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
             named.append(("alignment of saved tensors", "room between saved tensors", plan.hosted_bytes() - saved))
         tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
         states = plan.states(tier)  # rounded up for each unit, which may be more than for each bucket
-        odd = max(0, sum(part.num_bytes(number) for part, number in tensors if part.tier is tier) - states)
-        left = addresses.num_bytes(tier) - states - odd - saved - sum(size for *_, size in named)
-        assert left >= 0, f"{tier.value}: the tensors are larger than the arena by {-left} bytes"
+        odd = max(0, sum(tensor.num_bytes(number) for tensor, number in tensors if tensor.tier is tier) - states)
+        gaps = addresses.num_bytes(tier) - states - odd - saved - sum(size for *_, size in named)
+        assert gaps >= 0, f"{tier.value}: the tensors are larger than the arena by {-gaps} bytes"
         named.append(("odd tensors", "tensors unlike the others of their unit", odd))
-        named.append(("alignment", "room between parameters", left))
+        named.append(("alignment", "room between parameters", gaps))
         for name, reason, size in named:
             if size:
                 yield Reserve(unit=RUN, reason=reason, owner=f"{tier.value}: {name}", num_bytes=size, tier=tier)
@@ -168,8 +168,8 @@ def _shared_bytes(layout: Layout, tier: Tier) -> dict[Item, int]:
         totals[Item.WEIGHT] = weight_packing(layout).arena
     else:
         encoded = [bucket for bucket in layout.buckets if bucket.frozen_as and not bucket.resident]
-        whole = sum(FORMATS[bucket.frozen_as].bits // 8 * bucket.num_elements for bucket in encoded)
-        totals[Item.CODES] = sum(bucket.copy_bytes for bucket in encoded) - whole
+        whole_bytes = sum(FORMATS[bucket.frozen_as].bits // 8 * bucket.num_elements for bucket in encoded)
+        totals[Item.CODES] = sum(bucket.copy_bytes for bucket in encoded) - whole_bytes
     for pool in slot_pools(layout):
         if pool.tier is tier:
             totals[pool.item] += pool.num_bytes

@@ -114,15 +114,15 @@ class Cluster:
 
     def _machines(self, size: int, stride: int) -> tuple[int, int]:
         """Ranks of a group in one machine, and the machines that it is on."""
-        here = max(1, min(size, self.per_machine // stride))
-        return here, ceil(size / here) if self.across is not None else 1
+        in_machine = max(1, min(size, self.per_machine // stride))
+        return in_machine, ceil(size / in_machine) if self.across is not None else 1
 
     def ring(self, size: int, stride: int = 1) -> Wire:
         """What each rank of a group sends by, where all rings are used."""
-        here, machines = self._machines(size, stride)
+        in_machine, machines = self._machines(size, stride)
         if self.across is None or machines == 1:
             return self.inside
-        return Wire(min(self.inside.bytes_per_s, here * self.across.bytes_per_s), self.across.latency_s)
+        return Wire(min(self.inside.bytes_per_s, in_machine * self.across.bytes_per_s), self.across.latency_s)
 
     def straight(self, size: int) -> Wire:
         """What neighbouring ranks send each other by, which may be on several machines."""
@@ -155,8 +155,8 @@ def spread(facts: Facts) -> tuple[int, int]:
 
 def crosses(facts: Facts) -> bool:
     """Whether the ranks that share buckets are on several machines."""
-    ranks, here = spread(facts)
-    return here < ranks
+    ranks, in_machine = spread(facts)
+    return in_machine < ranks
 
 
 def gather_rate(facts: Facts, rates: Rates) -> float:
@@ -170,10 +170,10 @@ def sums_slowdown(facts: Facts, rates: Rates, reduction: Reduction) -> float:
     """How many times as long a gradient takes to its owners as a gather of as many bytes."""
     if (machines := _two_level(facts)) is not None:
         return gather_rate(facts, rates) * phases(machines, MESSAGE_BYTES, facts.run.two_level, SUMS) / _sent(facts)
-    (ranks, here), across = spread(facts), rates.net_across_bytes_per_s
+    (ranks, in_machine), across = spread(facts), rates.net_across_bytes_per_s
     if reduction == "fast" or not across or not crosses(facts):
         return 1.0
-    return gather_rate(facts, rates) / min(rates.exchange_bytes_per_s(), across * (ranks - 1) / (ranks - here))
+    return gather_rate(facts, rates) / min(rates.exchange_bytes_per_s(), across * (ranks - 1) / (ranks - in_machine))
 
 
 def sum_bound(ranks: int, dtype: str) -> float:
@@ -185,12 +185,12 @@ def sum_bound(ranks: int, dtype: str) -> float:
 
 def leaving(facts: Facts, reduction: Reduction) -> float:
     """The part of a gradient that a rank sends to other machines."""
-    ranks, here = spread(facts)
+    ranks, in_machine = spread(facts)
     if not crosses(facts):
         return 0.0
     if facts.run.two_level:
-        return (ranks - here) / ranks / here
-    return (ranks - here) / ranks if reduction == "exact" else (ranks - 1) / ranks / here
+        return (ranks - in_machine) / ranks / in_machine
+    return (ranks - in_machine) / ranks if reduction == "exact" else (ranks - 1) / ranks / in_machine
 
 
 def slices_seconds(facts: Facts, rates: Rates) -> float:
@@ -231,9 +231,9 @@ def from_host(rates: Rates, shards: int) -> bool:
 
 def machines_of(facts: Facts) -> Cluster | None:
     """Those of a run, if all its ranks are on machines with as many of them, and their rates are known."""
-    ranks, here = spread(facts)
+    ranks, in_machine = spread(facts)
     rates = facts.machine.rates
-    if not crosses(facts) or ranks % here or rates is None or not rates.net_across_bytes_per_s:
+    if not crosses(facts) or ranks % in_machine or rates is None or not rates.net_across_bytes_per_s:
         return None
     return cluster_of(facts, rates, ranks)
 
@@ -250,16 +250,16 @@ def _sent(facts: Facts) -> float:
 def phases(on: Cluster, num_bytes: float, slices: int, roads: Sequence[Road] = SUMS + GATHERS) -> float:
     """Seconds of ``roads``, one phase after the other for each slice; by default of an all-reduce."""
     assert on.across is not None
-    here, count = on.per_machine, on.ranks // on.per_machine
-    sent = {"inside": (here - 1) / here * num_bytes, "across": (count - 1) / count * num_bytes / here}
+    in_machine, count = on.per_machine, on.ranks // on.per_machine
+    sent = {"inside": (in_machine - 1) / in_machine * num_bytes, "across": (count - 1) / count * num_bytes / in_machine}
     wires = {"inside": on.inside, "across": on.across}
     piece = {road: sent[road] / slices / wire.bytes_per_s + wire.latency_s for road, wire in wires.items()}
     timeline, arrived = Timeline(), [0.0] * slices
     for tick in range(slices + len(roads)):
         for number, road in enumerate(roads):
-            if 0 <= (part := tick - number) < slices:
-                issued = timeline.add("host", 0.0, arrived[part])
-                arrived[part] = timeline.add(road, piece[road], issued)
+            if 0 <= (index := tick - number) < slices:
+                issued = timeline.add("host", 0.0, arrived[index])
+                arrived[index] = timeline.add(road, piece[road], issued)
     return max(arrived)
 
 

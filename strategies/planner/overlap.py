@@ -65,11 +65,11 @@ class Exchanges:
     @property
     def words(self) -> str:
         many = f"{self.slices} slice{'s' * (self.slices > 1)}"
-        said = f"rows to experts and back in {many}: {human(self.sent_bytes)} sent each way per layer and micro-batch"
+        text = f"rows to experts and back in {many}: {human(self.sent_bytes)} sent each way per layer and micro-batch"
         if self.products is None:
-            return said
+            return text
         seconds, hidden = self.products + self.exposed(1), 1 - self.exposed(1) / self.alone
-        return f"{said}, {seconds * 1e3:.3g} ms with the products (simulated), {hidden:.0%} of it hidden"
+        return f"{text}, {seconds * 1e3:.3g} ms with the products (simulated), {hidden:.0%} of it hidden"
 
 
 def rows_bytes(run: RunFacts) -> int:
@@ -92,8 +92,8 @@ def exchanges_of(facts: Facts, experts: Sequence[Param], degree: int, slices: in
     products = flops / rates.gemm_flops(run.precision)
     road = straight(facts, rates, degree)
     wire, wait = sent / road.bytes_per_s, road.latency_s * (degree - 1)
-    found = {count: layer_seconds(products, wire, wait, count) for count in range(1, min(MOST, local) + 1)}
-    chosen = slices or min(found, key=lambda count: (found[count], count))
+    seconds_of = {count: layer_seconds(products, wire, wait, count) for count in range(1, min(MOST, local) + 1)}
+    chosen = slices or min(seconds_of, key=lambda count: (seconds_of[count], count))
     return Exchanges(chosen, num_bytes, sent, products, wire, wait)
 
 
@@ -114,17 +114,17 @@ def layer_seconds(products: float, wire: float, wait: float, slices: int) -> flo
 
 def divisors(rows: int, most: int = MOST) -> tuple[int, ...]:
     """The numbers up to ``most`` that divide ``rows``, ascending."""
-    return tuple(each for each in range(1, min(rows, most) + 1) if rows % each == 0)
+    return tuple(number for number in range(1, min(rows, most) + 1) if rows % number == 0)
 
 
 def chunk_seconds(tables: Iterable[Table], chunks: int) -> float:
     """When all has ended."""
     timeline, summed = Timeline(), [0.0] * chunks
-    for compute, exchange, after in (table[chunks] for table in tables):
+    for compute, exchange, compute_after in (table[chunks] for table in tables):
         for chunk in range(chunks):
             computed = timeline.add("compute", compute, summed[chunk])
             summed[chunk] = timeline.add("network", exchange, computed)
-            timeline.add("compute", after)
+            timeline.add("compute", compute_after)
     return max(timeline.free.values(), default=0.0)
 
 
@@ -137,8 +137,8 @@ class Passes:
 
     def seconds(self) -> dict[int, float]:
         """Of both, by the number of chunks."""
-        back = self.backward[::-1]
-        return {many: chunk_seconds(self.forward, many) + chunk_seconds(back, many) for many in self.forward[0]}
+        backward = self.backward[::-1]
+        return {many: chunk_seconds(self.forward, many) + chunk_seconds(backward, many) for many in self.forward[0]}
 
     def choose(self) -> int:
         """The smallest number that is nearly the fastest."""
@@ -155,15 +155,15 @@ class Passes:
         launched = rates.launch_s if run.accelerated else 0.0
         passes: tuple[list[Table], list[Table]] = ([], [])
         numbers = sorted({*divisors(run.micro_batch), *more})
-        sums = {each: cluster.all_reduce_seconds(boundary_bytes(run) / each, run.tensor) for each in numbers}
+        sums = {n: cluster.all_reduce_seconds(boundary_bytes(run) / n, run.tensor) for n in numbers}
         timed = facts.unit_times.chunks if facts.unit_times is not None else {}
-        for unit, both in zip(facts.units, unit_seconds(facts, rates), strict=True):
+        for unit, times in zip(facts.units, unit_seconds(facts, rates), strict=True):
             for share in (ATTENTION, 1 - ATTENTION) if unit.kind is UnitKind.BLOCK else ():
                 for back, (tables, later) in enumerate(zip(passes, (0.0, LATER), strict=True)):
                     least = (1 + back) * KERNELS * launched
-                    one = {
-                        each: timed[each][back] * share if each in timed else max(both[back] * share / each, least)
-                        for each in numbers
+                    compute = {
+                        n: timed[n][back] * share if n in timed else max(times[back] * share / n, least)
+                        for n in numbers
                     }
-                    tables.append({each: ((1 - later) * one[each], sums[each], later * one[each]) for each in numbers})
+                    tables.append({n: ((1 - later) * compute[n], sums[n], later * compute[n]) for n in numbers})
         return cls(*passes)

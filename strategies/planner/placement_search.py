@@ -57,10 +57,10 @@ class PlacementSearch:
             Refusal: nothing fits.
         """
         quick = self.quick if brief and self._knows_rates else None
-        found = quick[0] if quick else self.found()
-        if found is None:
+        layout = quick[0] if quick else self.found()
+        if layout is None:
             raise self._refusal()
-        return found
+        return layout
 
     def found(self) -> Layout | None:
         """``best``; None if nothing fits, which takes less time than to say how much would be enough."""
@@ -81,9 +81,9 @@ class PlacementSearch:
         """A layout and its simulated seconds, for comparisons: a mix, which takes a tenth of the time of ``found``. The
         rates must be known.
         """
-        found = self._search.quick(self._device_room)
-        if found is not None:
-            return found.layout, found.seconds
+        timed = self._search.quick(self._device_room)
+        if timed is not None:
+            return timed.layout, timed.seconds
         layout = self.found()
         return None if layout is None else (layout, self._search.seconds(layout))
 
@@ -100,20 +100,20 @@ class PlacementSearch:
         """What moves the least of all that fits as it is; if nothing does, with offloaded weights."""
         tried = ladder = self._usual.ladder()
         if self._request.weights != "streamed":
-            sizes = ((one, self._usual.sizes(spilled(self._usual, one, self._host_room))) for one in ladder)
-            fits = (one for one, size in sizes if size.device <= self._device_room and size.host <= self._host_room)
+            sizes = ((rung, self._usual.sizes(spilled(self._usual, rung, self._host_room))) for rung in ladder)
+            fits = (rung for rung, size in sizes if size.device <= self._device_room and size.host <= self._host_room)
             tried = [*islice(fits, 1), ladder[-1], ladder[0]]
-        found = (self._search.worked_out(one, self._device_room) for one in tried)
-        return next((layout for layout in found if layout is not None), None)
+        layouts = (self._search.worked_out(placement, self._device_room) for placement in tried)
+        return next((layout for layout in layouts if layout is not None), None)
 
     @cached_property
     def _searches(self) -> list[SiteSearch]:
         """In buckets of whole blocks, which are few, then in the usual ones."""
         block = typical_block_bytes(self._facts)
         if self._request.bucket_bytes is None and block:
-            whole = Places(self._facts, self._request, block)
-            if len(whole.buckets) != len(self._usual.buckets):
-                return [self._of(whole), self._search]
+            places = Places(self._facts, self._request, block)
+            if len(places.buckets) != len(self._usual.buckets):
+                return [self._of(places), self._search]
         return [self._search]
 
     # --- the least memory --------------------------------------------------------------------------------------------
@@ -128,16 +128,16 @@ class PlacementSearch:
         without slots for embedding and head. Of many placements, only those of the smallest buckets, which need the
         smallest slots.
         """
-        block, wanted = block_bytes(self._facts), request or self._request
+        block, used_request = block_bytes(self._facts), request or self._request
         usual = capacity(self._facts) or block
         few = len(self._usual.ladder()) <= SAMPLE
-        sizes = (block, *(-(-block // part) for part in PARTS), 1) if few else (1,)
+        sizes = (block, *(-(-block // parts) for parts in PARTS), 1) if few else (1,)
         if self._request.bucket_bytes is not None or not block:
             sizes = ()
         for size in dict.fromkeys((*sizes, usual)):
-            made = Places(self._facts, wanted, None if size == usual else size, direct=True)
-            if made.direct or size != usual:
-                yield made
+            places = Places(self._facts, used_request, None if size == usual else size, direct=True)
+            if places.direct or size != usual:
+                yield places
 
     @property
     def _everything(self) -> Iterator[Places]:
@@ -171,10 +171,10 @@ class PlacementSearch:
             return None
         if self._here.num_bytes[Tier.HOST] <= self._host_room:  # and with less on the disk, if there is one
             search = self._of(self._here.places)
-            less = search.worked_out(self._here.placement, self._device_room) if self._request.disk else None
-            return off_disk(self._here.layout, self._host_room) if less is None else less
-        there = self._within_host
-        return None if there is None or there.num_bytes[Tier.DEVICE] > self._device_room else there.layout
+            layout = search.worked_out(self._here.placement, self._device_room) if self._request.disk else None
+            return off_disk(self._here.layout, self._host_room) if layout is None else layout
+        least = self._within_host
+        return None if least is None or least.num_bytes[Tier.DEVICE] > self._device_room else least.layout
 
     # --- refusals ----------------------------------------------------------------------------------------------------
 
@@ -184,9 +184,9 @@ class PlacementSearch:
             key, budget = f"{KEY}.gpu_memory", request.device_bytes
             find = (self._no_device, self._needed_device)
             return MemoryRefusal(key, request.gpu_memory, *find, tier=Tier.DEVICE, budget=budget)
-        key, needs = f"{KEY}.host_memory", self._hosted_bytes + self._here.num_bytes[Tier.HOST]
-        cure, budget = partial(self._no_host, needs), request.host_bytes
-        return MemoryRefusal(key, request.host_memory, cure, lambda: needs, tier=Tier.HOST, budget=budget)
+        key, needed = f"{KEY}.host_memory", self._hosted_bytes + self._here.num_bytes[Tier.HOST]
+        cure, budget = partial(self._no_host, needed), request.host_bytes
+        return MemoryRefusal(key, request.host_memory, cure, lambda: needed, tier=Tier.HOST, budget=budget)
 
     @cached_property
     def _within_host(self) -> Least | None:
@@ -218,10 +218,10 @@ class PlacementSearch:
     def _no_host(self, needed: int) -> str:
         hosted = self._hosted_bytes
         budget = self._request.host_bytes
-        other = self._within_host
-        device = inf if other is None else self._saved_bytes + other.num_bytes[Tier.DEVICE]
-        part = f", {human(hosted)} of them for what other strategies keep there" if hosted else ""
-        each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
+        least = self._within_host
+        device = inf if least is None else self._saved_bytes + least.num_bytes[Tier.DEVICE]
+        for_others = f", {human(hosted)} of them for what other strategies keep there" if hosted else ""
+        per_rank, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
         fits = device <= self._facts.machine.device_bytes
         alone = self._request.shards == self._facts.run.adding_copies == 1
         if (
@@ -230,11 +230,11 @@ class PlacementSearch:
             and self._request.gradients == "auto"
             and self._request.site in ("auto", "host")
         ):
-            each += f" (weights may rest on the disk with {KEY}.gradients: passing and training.max_grad_norm: 0)"
-        more = f", or {KEY}.gpu_memory: {written(int(device))}" if fits else ""
+            per_rank += f" (weights may rest on the disk with {KEY}.gradients: passing and training.max_grad_norm: 0)"
+        or_device = f", or {KEY}.gpu_memory: {written(int(device))}" if fits else ""
         return (
-            f"{human(needed)} of host memory are needed{each}{part}: {human(needed - budget)} too much for "
-            f"{human(budget)}; write {written(self._ranks * needed)} or more{of_all} if the machine has it{more}"
+            f"{human(needed)} of host memory are needed{per_rank}{for_others}: {human(needed - budget)} too much for "
+            f"{human(budget)}; write {written(self._ranks * needed)} or more{of_all} if the machine has it{or_device}"
             f"{self._forced()}"
         )
 

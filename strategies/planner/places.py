@@ -111,8 +111,8 @@ class Sizes(NamedTuple):
 
     def room(self, device_room: int) -> int:
         """What is left of so much for the weights that may be offloaded: less if one has to be."""
-        left = device_room - self.rest
-        return left if self.weights <= left else left - self.codes
+        spare = device_room - self.rest
+        return spare if self.weights <= spare else spare - self.codes
 
 
 class _Cost(NamedTuple):
@@ -156,7 +156,7 @@ class Places:
         self.buckets = form(facts, size, request.shards, frozen_as=request.frozen_as)
         if request.rounds:
             trained = [bucket.group is not None and bucket.dtype == "bfloat16" for bucket in self.buckets]
-            self.buckets = tuple(replace(b, rounds=some) for b, some in zip(self.buckets, trained, strict=True))
+            self.buckets = tuple(replace(b, rounds=rounds) for b, rounds in zip(self.buckets, trained, strict=True))
         movable = offloadable(facts, self.buckets, size)
         streams, auto = request.weights == "streamed", request.site == "auto"
         stays, bound = request.weights == "resident", request.site == "device"
@@ -225,31 +225,31 @@ class Places:
             yield Place(Site.NONE)
             return
         sites = [Site(site)] if site != "auto" else [Site.DEVICE, Site.HOST, Site.STREAMED]
-        for each in sites:
-            if site == "auto" and each is Site.DEVICE and index in self._hosted_always:
+        for option in sites:
+            if site == "auto" and option is Site.DEVICE and index in self._hosted_always:
                 continue
-            sends = index in self._sendable and each is not Site.DEVICE and self._may_send
-            forced = self.request.gradients == "host" or (self._sends_early and each is Site.HOST)
-            taken = index in self._taken and each is Site.HOST
+            sends = index in self._sendable and option is not Site.DEVICE and self._may_send
+            forced = self.request.gradients == "host" or (self._sends_early and option is Site.HOST)
+            taken = index in self._taken and option is Site.HOST
             if not (sends and forced):
-                yield Place(each, grad_split=index in self._split and each in ON_DEVICE, grad_taken=taken)
+                yield Place(option, grad_split=index in self._split and option in ON_DEVICE, grad_taken=taken)
             if sends:
-                direct = index in self.direct and each is Site.HOST
-                yield Place(each, Tier.HOST, grad_direct=direct, grad_taken=taken)
+                direct = index in self.direct and option is Site.HOST
+                yield Place(option, Tier.HOST, grad_direct=direct, grad_taken=taken)
 
     def _ladder(self) -> list[Placement]:
         """Placements that stream nothing unless they have to, from what moves the least to what moves the most."""
-        now = [some[0] for some in self.choices]
-        found = [tuple(now)]
-        for wanted in (Tier.DEVICE, Tier.HOST):  # first states, then gradients
-            for index in reversed(range(len(now))):
+        places = [choices[0] for choices in self.choices]
+        rungs = [tuple(places)]
+        for tier in (Tier.DEVICE, Tier.HOST):  # first states, then gradients
+            for index in reversed(range(len(places))):
                 choices = self.choices[index]
-                some = [place for place in choices if place.site is not Site.STREAMED] or choices
-                to = some[-1] if wanted is Tier.HOST else next((p for p in some if p.site is Site.HOST), some[0])
-                if to != now[index]:
-                    now[index] = to
-                    found.append(tuple(now))
-        return found
+                usual = [place for place in choices if place.site is not Site.STREAMED] or choices
+                to = usual[-1] if tier is Tier.HOST else next((p for p in usual if p.site is Site.HOST), usual[0])
+                if to != places[index]:
+                    places[index] = to
+                    rungs.append(tuple(places))
+        return rungs
 
     def _nearest(self, index: int, site: Site, tier: Tier) -> Place:
         """The choice of a bucket that is most like ``site``, then ``tier``."""
@@ -299,8 +299,8 @@ class Places:
         if other is self:
             return placement
         theirs = {name: at for bucket, at in zip(other.buckets, placement, strict=True) for name in bucket.params}
-        wanted = (theirs[bucket.params[len(bucket.params) // 2]] for bucket in self.buckets)
-        return tuple(self.nearest(index, at.site, at.grad_tier) for index, at in enumerate(wanted))
+        places = (theirs[bucket.params[len(bucket.params) // 2]] for bucket in self.buckets)
+        return tuple(self.nearest(index, at.site, at.grad_tier) for index, at in enumerate(places))
 
     def alike(self, placement: Placement) -> Mapping[tuple[int, Place], int]:
         """How many buckets are like the one of an index, at one place."""
@@ -355,8 +355,8 @@ class Places:
 
     def _cost(self, index: int, place: Place) -> _Cost:
         bucket = self._bucket(index, place)
-        away = replace(bucket, resident_ticks=((0, 1),))
-        stays, leaves = ([*needs(one, self.empty)] for one in (bucket, away))
+        offloaded = replace(bucket, resident_ticks=((0, 1),))
+        stays, leaves = ([*needs(b, self.empty)] for b in (bucket, offloaded))
         host = held_bytes(stays, Tier.HOST)
         return _Cost(
             device=held_bytes(stays, Tier.DEVICE),

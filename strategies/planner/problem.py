@@ -265,14 +265,14 @@ def _order(count: int, weights: tuple[tuple[tuple[int, ...], int, str], ...]) ->
     """Of weights by uses, bytes and name: a search has many problems of the same ones."""
     order = sorted(range(len(weights)), key=weights.__getitem__)
     rank = tuple(sorted(range(len(weights)), key=order.__getitem__))
-    found = [
+    unsorted = [
         Gap(index, after, before)
         for index, (uses, num_bytes, _) in enumerate(weights)
         if num_bytes
         for after, before in zip(uses, (*uses[1:], uses[0] + count), strict=True)
         if before - after > 1
     ]
-    gaps = tuple(sorted(found, key=lambda gap: (gap.after, gap.before, rank[gap.weight])))
+    gaps = tuple(sorted(unsorted, key=lambda gap: (gap.after, gap.before, rank[gap.weight])))
     order_of_need = sorted(gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
     return _Order(gaps, rank, {gap: position for position, gap in enumerate(order_of_need)})
 
@@ -292,7 +292,7 @@ def memory(problem: Problem, evictions: Iterable[tuple[Gap, int]]) -> list[int]:
         change[issue] += size
     absent = list(accumulate(change))
     pairs = zip(problem.all_present, absent[:count], absent[count:], strict=False)
-    return [here + this + before for here, this, before in pairs]
+    return [present + in_this + in_previous for present, in_this, in_previous in pairs]
 
 
 def least_memory(problem: Problem, gaps: Iterable[Gap]) -> list[int]:

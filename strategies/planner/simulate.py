@@ -128,8 +128,8 @@ def _measured(tasks: Sequence[Task], iterations: int, least: Mapping[str, float]
         of = ends[task.iteration]
         if task.end > of[task.resource]:
             of[task.resource] = task.end
-    before, last = ends[iterations - 2 : iterations]
-    return max(*(last[r] - before[r] for r in Resource), *least.values()), last[Resource.COMPUTE]
+    previous, last = ends[iterations - 2 : iterations]
+    return max(*(last[r] - previous[r] for r in Resource), *least.values()), last[Resource.COMPUTE]
 
 
 def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
@@ -147,43 +147,43 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
     arrived = 0.0
     grown = (0.0, 0.0)
     for iteration in range(MOST_ITERATIONS):
-        new = [0.0] * count
-        before = (clock, arrived)
+        new_ends = [0.0] * count
+        at_start = (clock, arrived)
         for index, (seconds, copies) in enumerate(work):
             for released, duration in copies:
-                ready = new[released] if released >= 0 else ends[released]
+                ready = new_ends[released] if released >= 0 else ends[released]
                 arrived = (arrived if arrived > ready else ready) + duration
             if copies and arrived > clock:
                 clock = arrived
             clock += seconds
-            new[index] = clock
-        ends = new
-        was = grown
-        grown = (clock - before[0], arrived - before[1])
-        if iteration > 1 and all(abs(a - b) <= SAME * clock for a, b in zip(grown, was, strict=True)):
+            new_ends[index] = clock
+        ends = new_ends
+        grown_before = grown
+        grown = (clock - at_start[0], arrived - at_start[1])
+        if iteration > 1 and all(abs(a - b) <= SAME * clock for a, b in zip(grown, grown_before, strict=True)):
             break
     return max(grown)
 
 
 def _critical(last: Task, start: float) -> dict[Resource, float]:
     """Seconds per resource along the critical path that ends with ``last``, back to ``start``."""
-    found, task = dict.fromkeys(Resource, 0.0), last
+    seconds, task = dict.fromkeys(Resource, 0.0), last
     while True:
-        found[task.resource] += task.end - max(task.start, start)
+        seconds[task.resource] += task.end - max(task.start, start)
         if task.start <= start or task.cause is None:
-            return found
+            return seconds
         task = task.cause
 
 
 def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same times, ascending and without overlaps: two copies may run in one direction."""
-    found: list[tuple[float, float]] = []
+    joined: list[tuple[float, float]] = []
     for low, high in sorted(spans):
-        if found and low < found[-1][1]:
-            before = found.pop()
-            low, high = before[0], max(before[1], high)
-        found.append((low, high))
-    return found
+        if joined and low < joined[-1][1]:
+            previous = joined.pop()
+            low, high = previous[0], max(previous[1], high)
+        joined.append((low, high))
+    return joined
 
 
 def _overlap(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
@@ -247,14 +247,14 @@ class SimulatedMachine:
         """What a task needs of each medium per second at full speed."""
         if not seconds:
             return ()
-        found = [(CORES, 1.0)] if self._cores and resource is not Resource.DISK else []
-        found += [(DISK, 1.0)] if resource is Resource.DISK else []
+        needs = [(CORES, 1.0)] if self._cores and resource is not Resource.DISK else []
+        needs += [(DISK, 1.0)] if resource is Resource.DISK else []
         if resource in COPIES:
-            found.append((UP if resource is Resource.UP else DOWN, num_bytes / seconds))
+            needs.append((UP if resource is Resource.UP else DOWN, num_bytes / seconds))
         if resource is Resource.NET and num_bytes:
-            found += [(medium, num_bytes / seconds) for medium in (UP, DOWN)]
+            needs += [(medium, num_bytes / seconds) for medium in (UP, DOWN)]
         used = media(resource, num_bytes, touched_bytes)
-        return tuple(found + [(medium, size / seconds) for medium, size in used if size])
+        return tuple(needs + [(medium, size / seconds) for medium, size in used if size])
 
     def _shared(self, tasks: Sequence[Needs]) -> list[float]:
         """The speeds of tasks that run together and need so much; those that need no medium are never slower."""
@@ -262,12 +262,12 @@ class SimulatedMachine:
         for needs in tasks:
             for medium, need in needs:
                 load[medium] += need
-        both = self._duplex if load[UP] and load[DOWN] else 1.0
+        duplex = self._duplex if load[UP] and load[DOWN] else 1.0
         factors, slower = [1.0] * len(load), False  # of media that all together need more of than there is
-        for medium, wanted in enumerate(load):
-            rate = self._capacity[medium] * both if medium <= DOWN else self._capacity[medium]
-            if wanted > rate:
-                factors[medium], slower = rate / wanted, True
+        for medium, demand in enumerate(load):
+            rate = self._capacity[medium] * duplex if medium <= DOWN else self._capacity[medium]
+            if demand > rate:
+                factors[medium], slower = rate / demand, True
         return [min([factors[medium] for medium, _ in needs]) if slower else 1.0 for needs in tasks]
 
 
@@ -284,21 +284,21 @@ def media(resource: Resource, num_bytes: int, touched_bytes: int) -> tuple[tuple
 
 def least_seconds(problem: Problem, tasks: Sequence[Task], iterations: int) -> dict[str, float]:
     """Lower bounds on the last of ``iterations``: what each resource needs by itself, and each memory for all tasks."""
-    found = {resource.value: 0.0 for resource in Resource}
+    seconds = {resource.value: 0.0 for resource in Resource}
     bytes_of = {DRAM: 0, DEVICE: 0}
     for task in (task for task in tasks if task.iteration == iterations - 1):
-        found[task.resource.value] += task.seconds
+        seconds[task.resource.value] += task.seconds
         if task.resource is Resource.NET:
-            found[Resource.UP.value] += task.num_bytes / problem.link.up
-            found[Resource.DOWN.value] += task.num_bytes / problem.link.down
+            seconds[Resource.UP.value] += task.num_bytes / problem.link.up
+            seconds[Resource.DOWN.value] += task.num_bytes / problem.link.down
         for medium, size in media(task.resource, task.num_bytes, task.touched_bytes):
             bytes_of[medium] += size
-    found[Resource.DISK.value] /= problem.shared.disk_overlap
-    found["DRAM"] = bytes_of[DRAM] / problem.shared.dram
-    found["device memory"] = bytes_of[DEVICE] / problem.shared.device
+    seconds[Resource.DISK.value] /= problem.shared.disk_overlap
+    seconds["DRAM"] = bytes_of[DRAM] / problem.shared.dram
+    seconds["device memory"] = bytes_of[DEVICE] / problem.shared.device
     if problem.shared.cores:
-        found["cores"] = sum(found[resource.value] for resource in Resource if resource is not Resource.DISK)
-    return found
+        seconds["cores"] = sum(seconds[resource.value] for resource in Resource if resource is not Resource.DISK)
+    return seconds
 
 
 def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> None:
@@ -310,9 +310,9 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
     machine, now, changed = SimulatedMachine(problem), 0.0, False  # whether other tasks use media than before
     queues: dict[tuple[Resource, int], _Queue] = {}
     running: list[tuple[Task, _Queue]] = []
-    left, ready = sum(task.iteration < iterations for task in tasks), [task for task in tasks if not task.waits]
+    unfinished, ready = sum(task.iteration < iterations for task in tasks), [task for task in tasks if not task.waits]
     ended = True  # whether a task may begin
-    while left:
+    while unfinished:
         for task in ready:
             queue = queues.get((task.resource, task.stream))
             if queue is None:
@@ -330,32 +330,32 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
                     changed = True
         if changed:
             machine.set_speeds([task for task, _ in running if task.needs], now)
-        assert running, f"{left} tasks wait for each other"
+        assert running, f"{unfinished} tasks wait for each other"
         now = min([task.end for task, _ in running])
         changed = False
         ended = False
         ready = []
         going = []
-        for one in running:
-            task, queue = one
+        for pair in running:
+            task, queue = pair
             if task.end > now:
-                going.append(one)
+                going.append(pair)
                 continue
             if not task.moving:
                 changed |= machine.move(task, now)
                 if task.end > now:
-                    going.append(one)
+                    going.append(pair)
                     continue
             if task.needs:
                 changed = True
-            before, cause = queue.previous, task.cause
-            if cause is None or (before is not None and before.end > cause.end):
-                task.cause = before
+            previous, cause = queue.previous, task.cause
+            if cause is None or (previous is not None and previous.end > cause.end):
+                task.cause = previous
             task.end = now
             queue.busy = False
             queue.previous = task
             ended = True
-            left -= task.iteration < iterations
+            unfinished -= task.iteration < iterations
             for later in task.then:
                 later.waits -= 1
                 later.cause = task  # the last one to end is what it waited for

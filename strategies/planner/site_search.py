@@ -92,10 +92,10 @@ class SiteSearch:
     def _with_fewest_copies(self, placement: Placement, device_room: int) -> Layout | None:
         """The layout of ``placement`` with as few weights offloaded as it takes; None if it does not fit."""
         sizes = self.places.sizes(placement)
-        some = fewest_copies(self.places.movable(placement), sizes.weights - sizes.room(device_room)) or []
-        layout = only_while_used(self.places.layout(placement), [weight.index for weight in some])
-        needed = place(layout)
-        fits = needed.num_bytes(Tier.HOST) <= self._host_room and needed.num_bytes(Tier.DEVICE) <= device_room
+        offloaded = fewest_copies(self.places.movable(placement), sizes.weights - sizes.room(device_room)) or []
+        layout = only_while_used(self.places.layout(placement), [weight.index for weight in offloaded])
+        addresses = place(layout)
+        fits = addresses.num_bytes(Tier.HOST) <= self._host_room and addresses.num_bytes(Tier.DEVICE) <= device_room
         return layout if fits else None
 
     def seconds(self, layout: Layout) -> float:
@@ -130,9 +130,9 @@ class SiteSearch:
         """Seconds; infinite if the placement certainly does not fit."""
         placement = self._spilled(placement)
         sizes = self.places.sizes(placement)
-        away = sizes.weights if self._request.weights == "streamed" else sizes.weights - sizes.room(device_room)
+        leaving = sizes.weights if self._request.weights == "streamed" else sizes.weights - sizes.room(device_room)
         fits = sizes.host <= self._host_room and sizes.largest_unit <= sizes.room(device_room)
-        return self._estimate.seconds(placement, max(0, away)) if fits else inf
+        return self._estimate.seconds(placement, max(0, leaving)) if fits else inf
 
     def simulated(self, placement: Placement, device_room: int, most: float = inf) -> float:
         """Seconds, of as few iterations as are enough to rank plans, or at least so many, if they are more than
@@ -168,11 +168,11 @@ class SiteSearch:
                 return layout_ahead
         may_leave = places.offloadable(placement)
         key = tuple((index, layout.buckets[index].weight_on_disk) for index in may_leave)
-        known = self._weights_alone.get(key) or alone(self._facts, layout, may_leave)
+        weights_alone = self._weights_alone.get(key) or alone(self._facts, layout, may_leave)
         if not layout.common_host:  # there it depends on the sites as well
-            self._weights_alone[key] = known
+            self._weights_alone[key] = weights_alone
         try:
-            return fitted(layout, known, room, self._request.prefetch)
+            return fitted(layout, weights_alone, room, self._request.prefetch)
         except DoesNotFit:
             return None
 
@@ -212,7 +212,7 @@ class _Walk:
         self.best: Placement | None = None
         self.mixed: Mix | None = None  # the best of them
         ladder = search.places.ladder()
-        as_it_is = (one for one in ladder if search.places.sizes(one).device <= device_room)
+        as_it_is = (placement for placement in ladder if search.places.sizes(placement).device <= device_room)
         self.consider(next(as_it_is, ladder[-1]))
 
     def plan(self) -> Timed | None:
@@ -234,7 +234,7 @@ class _Walk:
         """
         most, of_ends = len(self._times) + self._most, list[list[Mix]]()
         for end in STAYING:
-            seeds = [Mix(0, *rest, end) for rest in product(range(0, PARTS + 1, PARTS // 4), (0, PARTS))]
+            seeds = [Mix(0, *shares, end) for shares in product(range(0, PARTS + 1, PARTS // 4), (0, PARTS))]
             if near is not None and near.ends != end:
                 seeds = [near._replace(stays=0, ends=end)]
             of_ends.append(self._fitting(seeds))
@@ -263,10 +263,10 @@ class _Walk:
             placement = self.search.mixed(mix)
             if len(self._times) < most and self._estimate_of_mix(mix) <= SLOWER * self.seconds:
                 self.consider(placement)
-            found = self._times.get(placement, inf)
-            if self.mixed is None or found < self._times.get(self.search.mixed(self.mixed), inf):
+            simulated = self._times.get(placement, inf)
+            if self.mixed is None or simulated < self._times.get(self.search.mixed(self.mixed), inf):
                 self.mixed = mix
-            return found
+            return simulated
 
         best = min(starts, key=seconds)
         if seconds(best) < (before if from_best else inf):
@@ -287,8 +287,8 @@ class _Walk:
 
     def move_ends(self, choices: Sequence[Sequence[Place]]) -> None:
         """Try each other place of embedding and head."""
-        for index, some in enumerate(choices):
-            for at in some if index not in self.places.of_blocks else ():
+        for index, places in enumerate(choices):
+            for at in places if index not in self.places.of_blocks else ():
                 if self.best is None:
                     return
                 moved = (*self.best[:index], at, *self.best[index + 1 :])
@@ -297,7 +297,7 @@ class _Walk:
 
     def climb(self, choices: Sequence[Sequence[Place]]) -> None:
         """Try moves from the best placement until so many in a row gain nothing."""
-        movable = [index for index, some in enumerate(choices) if len(some) > 1]
+        movable = [index for index, places in enumerate(choices) if len(places) > 1]
         if self.best is None or not movable:
             return
         of_units: dict[tuple[str, ...], list[int]] = {}
@@ -305,7 +305,7 @@ class _Walk:
             of_units.setdefault(self.places.buckets[index].units, []).append(index)
         single = [[index] for index in movable]
         ends = [group for group in single if group[0] not in self.places.of_blocks]
-        groups = [some for some in (single, list(of_units.values()), ends) if some]  # each moves as one
+        groups = [grouping for grouping in (single, list(of_units.values()), ends) if grouping]  # each moves as one
         promised, tried = self._estimate(self.best), 0
         for _ in range(ROUNDS * self._most):
             draws = [_moved(self.best, choices, self._random.choice(groups), self._random) for _ in range(DRAWN)]
@@ -328,13 +328,13 @@ def _moved(
     moved = list(placement)
     length = 1 + int(random.random() ** 3 * len(groups) / 4)
     starts = (random.randrange(len(groups) - length + 1) for _ in range(2))
-    here, there = (list(chain(*groups[start : start + length])) for start in starts)
+    first_run, second_run = (list(chain(*groups[start : start + length])) for start in starts)
     if random.random() < 0.3:
-        for one, other in zip(here, there, strict=False):  # blocks may have more buckets than others
-            if moved[other] in choices[one] and moved[one] in choices[other]:
-                moved[one], moved[other] = moved[other], moved[one]
+        for bucket, other in zip(first_run, second_run, strict=False):  # blocks may have more buckets than others
+            if moved[other] in choices[bucket] and moved[bucket] in choices[other]:
+                moved[bucket], moved[other] = moved[other], moved[bucket]
         return tuple(moved)
-    for run in (here, there)[: random.choice([1, 1, 2])]:
+    for run in (first_run, second_run)[: random.choice([1, 1, 2])]:
         to = random.choice(choices[random.choice(run)])
         for index in run:
             moved[index] = to if to in choices[index] else moved[index]
@@ -356,8 +356,8 @@ def _descended(mix: Mix, cost: Callable[[Mix], float], step: int, parts: Sequenc
     """The mix that changes by ``step``, then by less and less, lead to from ``mix``: each the best of those near."""
     costs = cache(cost)
     while step:
-        changed = ((part, getattr(mix, part) + by) for part in parts for by in (-step, step))
-        near = [mix._replace(**{part: to}) for part, to in changed if 0 <= to <= PARTS]
+        changed = ((field, getattr(mix, field) + by) for field in parts for by in (-step, step))
+        near = [mix._replace(**{field: to}) for field, to in changed if 0 <= to <= PARTS]
         moved = min(near, key=costs)
         if costs(moved) < costs(mix):
             mix = moved
@@ -383,17 +383,17 @@ class Mixer:
         first, last = ENDS[mix.ends]
         sites = dict.fromkeys(self._blocks, Site.HOST) | dict.fromkeys(self._first, first)
         sites |= dict.fromkeys(self._last, last) | dict.fromkeys(self._share(self._blocks, mix.stays), Site.DEVICE)
-        rest = [index for index in self._blocks if sites[index] is Site.HOST]
-        sites |= dict.fromkeys(self._share(rest, mix.streamed), Site.STREAMED)
+        on_host = [index for index in self._blocks if sites[index] is Site.HOST]
+        sites |= dict.fromkeys(self._share(on_host, mix.streamed), Site.STREAMED)
         sent = {*self._share([index for index in sites if sites[index] is not Site.DEVICE], mix.sent)}
         tiers = (Tier.HOST if index in sent else Tier.DEVICE for index in range(len(sites)))
         return tuple(map(self._nearest, range(len(sites)), (sites[index] for index in range(len(sites))), tiers))
 
     def _share(self, indices: Sequence[int], part: int) -> Iterator[int]:
         """Those of ``indices`` that have ``part`` in ``PARTS`` of the bytes, spread evenly."""
-        seen = taken = 0
+        seen_bytes = taken_bytes = 0
         for index in indices:
-            seen += self._sizes[index]
-            if (part * seen / PARTS - taken) * 2 >= self._sizes[index]:
+            seen_bytes += self._sizes[index]
+            if (part * seen_bytes / PARTS - taken_bytes) * 2 >= self._sizes[index]:
                 yield index
-                taken += self._sizes[index]
+                taken_bytes += self._sizes[index]

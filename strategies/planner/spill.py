@@ -40,19 +40,19 @@ def spilled(places: Places, placement: Placement, host_room: float) -> Placement
     total = 0
     largest = 0
     for index, copy, size in _moves(places, layout, none):
-        whole = max(largest, size if copy or none[index].site is Site.NONE else 0)
+        largest_after = max(largest, size if copy or none[index].site is Site.NONE else 0)
         # A weight is whole on one drive, which may have so much more than each of the others.
-        uneven = (len(layout.disk) - 1) * whole
+        uneven = (len(layout.disk) - 1) * largest_after
         if size and total + size + uneven <= disk_bytes and (not copy or index in states):
             may.append((index, copy))
             states.add(index)
-            total, largest = total + size, whole
+            total, largest = total + size, largest_after
 
     def with_some(number: int) -> Placement:
-        now = list(none)
+        changed = list(none)
         for index, copy in may[:number]:
-            now[index] = _resting(none[index], state=True, copy=copy)
-        return tuple(now)
+            changed[index] = _resting(none[index], state=True, copy=copy)
+        return tuple(changed)
 
     def host(number: int) -> int:
         sizes = places.sizes(with_some(number))
@@ -74,22 +74,22 @@ def _resting(at: Place, *, state: bool, copy: bool) -> Place:
 
 def _moves(places: Places, layout: Layout, none: Placement) -> Iterator[tuple[int, bool, int]]:
     """What may go there, in order: of which bucket, whether the weight of a trained one, and its bytes there."""
-    away = [index for index, at in enumerate(none) if places.may_leave(index, at)]
+    leaving = [index for index, at in enumerate(none) if places.may_leave(index, at)]
     weights = hold_weights(layout.disk)
-    frozen = {index for index in away if none[index].site is Site.NONE and weights}
+    frozen = {index for index in leaving if none[index].site is Site.NONE and weights}
     rests = [index for index, at in enumerate(none) if at.site is Site.HOST or index in frozen]
     rests.sort(key=lambda index: (index not in places.of_blocks, index in frozen, -index))
     for index in rests:
         if index in places.of_blocks:
             yield index, False, bytes_on_disk(places.buckets[index], layout)
-    for index in reversed(away) if weights else ():
+    for index in reversed(leaving) if weights else ():
         if index in places.of_blocks and none[index].site is Site.HOST:
             alone, both = (places.hosted(index, _resting(none[index], state=True, copy=copy)) for copy in (False, True))
             if both < alone:
                 # In fp32 the copy was the master, which the state has beside it then.
                 bucket = replace(places.buckets[index], copy_on_disk=True)
-                more = bytes_on_disk(bucket, layout) - bytes_on_disk(places.buckets[index], layout)
-                yield index, True, more + weight_bytes_on_disk(bucket)
+                master_bytes = bytes_on_disk(bucket, layout) - bytes_on_disk(places.buckets[index], layout)
+                yield index, True, master_bytes + weight_bytes_on_disk(bucket)
     for index in rests:
         if index not in places.of_blocks:
             yield index, False, bytes_on_disk(places.buckets[index], layout)
@@ -99,27 +99,27 @@ def off_disk(layout: Layout, host_room: int) -> Layout:
     """``layout``, of which it is known what travels, with as much off the disk as the host has room for, weights
     first.
     """
-    there = [index for index, bucket in enumerate(layout.buckets) if bucket.on_disk]
-    if not there:
+    on_disk = [index for index, bucket in enumerate(layout.buckets) if bucket.on_disk]
+    if not on_disk:
         return layout
-    copies = [(index, COPY_BACK) for index in there if layout.buckets[index].copy_on_disk]
+    copies = [(index, COPY_BACK) for index in on_disk if layout.buckets[index].copy_on_disk]
     changes = copies + [
-        (index, ALL_BACK) for index in sorted(there, key=lambda index: layout.buckets[index].state_on_disk)
+        (index, ALL_BACK) for index in sorted(on_disk, key=lambda index: layout.buckets[index].state_on_disk)
     ]
-    for some in (changes, copies):  # whole groups first: with none of them there, their slots go, too
-        if some and place(less := _changed(layout, some)).num_bytes(Tier.HOST) <= host_room:
-            layout = less
+    for group in (changes, copies):  # whole groups first: with none of them there, their slots go, too
+        if group and place(smaller := _changed(layout, group)).num_bytes(Tier.HOST) <= host_room:
+            layout = smaller
             break
-    room, taken = host_room - place(layout).num_bytes(Tier.HOST), list[Change]()
-    kept = set[int]()  # whose weight stays there; state has to be where its weight is updated, on the disk
+    room, applied = host_room - place(layout).num_bytes(Tier.HOST), list[Change]()
+    staying = set[int]()  # whose weight stays there; state has to be where its weight is updated, on the disk
     for index, change in changes:
         bucket = layout.buckets[index] if change is COPY_BACK else replace(layout.buckets[index], copy_on_disk=False)
         size = _held(replace(bucket, **change), layout) - _held(bucket, layout)
-        if size > room or index in kept:
-            kept.add(index)
+        if size > room or index in staying:
+            staying.add(index)
         else:
-            room, taken = room - size, [*taken, (index, change)]
-    return _changed(layout, taken)
+            room, applied = room - size, [*applied, (index, change)]
+    return _changed(layout, applied)
 
 
 def _held(bucket: Bucket, layout: Layout) -> int:

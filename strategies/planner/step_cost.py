@@ -199,14 +199,14 @@ def _overlapping(layout: Layout) -> dict[int, tuple[int, ...]]:
         (start, start + layout.buckets[index].weight_bytes, index)
         for index, start in zip(moving, weight_packing(layout).offsets, strict=True)
     )
-    found: dict[int, list[int]] = {index: [] for *_, index in spots}
+    overlapping: dict[int, list[int]] = {index: [] for *_, index in spots}
     for number, (_, end, index) in enumerate(spots):
         for start, _, other in islice(spots, number + 1, None):
             if start >= end:
                 break
-            found[index].append(other)
-            found[other].append(index)
-    return {index: tuple(sorted(others)) for index, others in found.items()}
+            overlapping[index].append(other)
+            overlapping[other].append(index)
+    return {index: tuple(sorted(others)) for index, others in overlapping.items()}
 
 
 def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
@@ -214,17 +214,17 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
     operations, and what ranks of a row exchange in attention, and tensor ranks in the memory engine around divided
     layers.
     """
-    one, run = slices_seconds(facts, rates), facts.run
+    exchanging, run = slices_seconds(facts, rates), facts.run
     once_summed = sum_seconds(facts, rates) if run.stowed and run.tensor > 1 else 0.0
-    there, back, repeated = (count * once_summed for count in run.sums)
-    found = []
+    forward_sums, backward_sums, repeated = (count * once_summed for count in run.sums)
+    times = []
     for unit, flops, saved in zip(facts.units, unit_flops(facts), frozen_flops(facts), strict=True):
         once = flops / rates.gemm_flops(run.computes_in)
         twice = 2 * once - saved / rates.gemm_flops(run.computes_in)
         if unit.kind is UnitKind.BLOCK:
-            once, twice = once + one + there, twice + one + back
+            once, twice = once + exchanging + forward_sums, twice + exchanging + backward_sums
             if once_summed and run.recomputes:
-                twice += repeated - there  # forward is added whole below
+                twice += repeated - forward_sums  # forward is added whole below
             elif once_summed and unit.again == by_policy(unit, FULL).again != NO_WORK:
                 twice += repeated
         launched, again = launch_seconds(facts, unit, rates)
@@ -232,26 +232,26 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
         once = max(once, launched, touching) + unpacking
         twice = max(twice, again, 2 * touching) + unpacking
         forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
-        whole = forward if run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
+        forward_again = forward if run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
         repeated_s = rates.seconds(unit.again, run.computes_in) + unpacking * (unit.again.flops > 0)
-        found.append((run.layerwise * forward, run.layerwise * (backward + whole + repeated_s)))
-    return found
+        times.append((run.layerwise * forward, run.layerwise * (backward + forward_again + repeated_s)))
+    return times
 
 
 def trained_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
     """``unit_seconds`` as those of published runs; as they are where they were measured, or without an accelerator."""
     if facts.unit_times is not None or not facts.machine.has_accelerator:
         return unit_seconds(facts, rates)
-    both = zip(facts.units, unit_seconds(facts, slowed(rates)), strict=True)
-    touching = ((times, _touching_seconds(unit, rates)) for unit, times in both)
-    return [(forward + more, backward + 2 * more) for (forward, backward), more in touching]
+    timed_units = zip(facts.units, unit_seconds(facts, slowed(rates)), strict=True)
+    touching = ((times, _touching_seconds(unit, rates)) for unit, times in timed_units)
+    return [(forward + seconds, backward + 2 * seconds) for (forward, backward), seconds in touching]
 
 
 def slowed(rates: Rates) -> Rates:
     """``rates`` with products that are as slow as ``WITHIN_TRAINING``."""
     names = ("gemm_fp32_flops_per_s", "gemm_bf16_flops_per_s", "gemm_fp16_flops_per_s")
-    known = {name: rate for name in names if (rate := getattr(rates, name))}
-    return replace(rates, **{name: rate / WITHIN_TRAINING for name, rate in known.items()})
+    gemm_rates = {name: rate for name in names if (rate := getattr(rates, name))}
+    return replace(rates, **{name: rate / WITHIN_TRAINING for name, rate in gemm_rates.items()})
 
 
 def _touching_seconds(unit: Unit, rates: Rates) -> float:
@@ -272,10 +272,10 @@ def launch_seconds(facts: Facts, unit: Unit, rates: Rates) -> tuple[float, float
     """Of the host, to launch forward and backward of ``unit`` operator by operator; the CPU computes in the calls
     themselves. What a block repeats of its forward is left out.
     """
-    each, backward = rates.launch_s * facts.machine.has_accelerator, unit.launches_back or 2 * unit.launches
+    launch_s, backward = rates.launch_s * facts.machine.has_accelerator, unit.launches_back or 2 * unit.launches
     if unit.launches_back and facts.run.recomputes and unit.kind is UnitKind.BLOCK:
         backward -= unit.launches
-    return unit.launches * each, backward * each
+    return unit.launches * launch_s, backward * launch_s
 
 
 def unit_flops(facts: Facts) -> list[float]:
@@ -375,13 +375,13 @@ def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
     count = len(problem.ticks)
     present = [sum((1 << end) - (1 << start) for start, end in b.resident_ticks) for b in layout.buckets]  # a bit each
     for gap in problem.gaps:
-        here = present[gap.weight]
-        if here and not here >> (gap.after + 1) % count & 1:
-            later = (here | here << count) >> gap.after + 1
+        mask = present[gap.weight]
+        if mask and not mask >> (gap.after + 1) % count & 1:
+            later = (mask | mask << count) >> gap.after + 1
             issue = gap.after + (later & -later).bit_length()  # the first tick at which it is there
-            away = (1 << issue) - (1 << gap.after + 1)
-            away |= away >> count
-            if any(away & present[other] for other in problem.weights[gap.weight].overlapping):
+            absent = (1 << issue) - (1 << gap.after + 1)
+            absent |= absent >> count
+            if any(absent & present[other] for other in problem.weights[gap.weight].overlapping):
                 yield Eviction(gap, issue)
 
 
@@ -419,7 +419,7 @@ class Estimate:
         self._request = request
         self._places = places
         times = unit_seconds(facts, self._rates)
-        self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
+        self._forward, self._backward = sum(unit[0] for unit in times), sum(unit[1] for unit in times)
         self._gathers = gather_rate(facts, self._rates)
         self._sums = sums_slowdown(facts, self._rates, request.reduction)
         leaving = [places.buckets[index] for index in places.blocks]
@@ -443,15 +443,15 @@ class Estimate:
         rates = self._rates
         run = self._run
         reads = run.accumulation * 2 * self._read_s  # of a weight
-        whole = bucket.weight_bytes
+        weight_bytes = bucket.weight_bytes
         count = bucket.share
         site = place.site
-        size = whole // bucket.shards
+        size = weight_bytes // bucket.shards
         if site is Site.NONE:
             return _Load(read_s=place.on_disk * size * reads)
         on_host, goes_down = site is Site.HOST, place.grad_tier is Tier.HOST
         cpu_s, touched = host_update(count, self._request.moments_as, self._facts, rates, masters=bucket.rounds)
-        coming = whole if self._request.common_host and on_host else size
+        coming = weight_bytes if self._request.common_host and on_host else size
         return _Load(
             cpu_s=on_host * cpu_s,
             touched=on_host * touched,
@@ -460,8 +460,8 @@ class Estimate:
             grads=size * run.accumulation if goes_down else on_host * size,
             state=(site is Site.STREAMED) * 4 * (run.moments + bucket.mixed) * count,
             visiting_grads=(site is Site.STREAMED and goes_down) * size,
-            exchanged=whole - size,
-            gathered=whole - coming,
+            exchanged=weight_bytes - size,
+            gathered=weight_bytes - coming,
             disk_s=place.on_disk
             * replace(bucket, copy_on_disk=place.copy_on_disk).state_bytes(run.moments)
             * self._disk_s
@@ -477,10 +477,10 @@ class Estimate:
         forward = self._forward
         backward = self._backward
         saved = passes * self._hosted
-        own = away if self._request.common_host else away // self._request.shards
-        in_before = load.exchanged + (away - own) * (2 * passes - 1)  # gradients, and what backward gathers again
-        own = int(own * self._packed)
-        back_up, again_up = own * passes + saved, own * (passes - 1)
+        share = away if self._request.common_host else away // self._request.shards
+        in_before = load.exchanged + (away - share) * (2 * passes - 1)  # gradients, and what backward gathers again
+        share = int(share * self._packed)
+        back_up, again_up = share * passes + saved, share * (passes - 1)
         duplex = rates.duplex_factor if load.state else 1
         up, down = rates.up_bytes_per_s * duplex, rates.down_bytes_per_s * duplex
         coming, going = load.new + load.state + load.visiting_grads, load.grads + load.state + saved
@@ -491,12 +491,12 @@ class Estimate:
             exchanged = in_before + load.gathered
             copying, moved = self._copies(rising / up, going / down, rising + going, exchanged, load.exchanged)
             return max(compute, _together(updating, (copying, moved), dram), load.disk_s + load.read_s)
-        first = self._hosted  # saved by the pass under whose forward the updates run
-        rising, falling = back_up + again_up, load.grads + saved - first
+        first_saved = self._hosted  # saved by the pass under whose forward the updates run
+        rising, falling = back_up + again_up, load.grads + saved - first_saved
         computing = passes * backward + (passes - 1) * forward
         copies = self._copies(rising / up, falling / down, rising + falling, in_before, load.exchanged)
         before = max(computing, _together((0.0, 0.0), copies, dram))
-        leaving = load.state + first
+        leaving = load.state + first_saved
         copies = self._copies(coming / up, leaving / down, coming + leaving, load.gathered)
         after = max(forward + load.kernel_s, _together(updating, copies, dram), load.disk_s)
         return max(before + after, load.disk_s + load.read_s)

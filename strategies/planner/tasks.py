@@ -123,11 +123,11 @@ class TaskBuilder:
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
         tasks = self.tasks
         task = Task(resource, label, len(tasks), self._at)
-        for before in after:
-            if before is not None:
-                then = before.then
-                if not then or then[-1] is not task:  # it may be among them more than once
-                    then.append(task)
+        for earlier in after:
+            if earlier is not None:
+                followers = earlier.then
+                if not followers or followers[-1] is not task:  # it may be among them more than once
+                    followers.append(task)
                     task.waits += 1
         tasks.append(task)
         return task
@@ -176,10 +176,10 @@ class TaskBuilder:
                 self._submit(weight, self._compute, (number + 1) * passes)  # the last tick: the norm is known
 
     def _pass(self, number: int, *, is_last: bool) -> None:
-        before, self._ends = self._ends, [None] * len(self._ends)
+        ends_before, self._ends = self._ends, [None] * len(self._ends)
         for tick, todo in enumerate(self._problem.ticks):
             for weight, released in self._needed[tick]:
-                self._bring(weight, self._ends[released] if released >= 0 else before[released], (number, tick))
+                self._bring(weight, self._ends[released] if released >= 0 else ends_before[released], (number, tick))
             for weight in self._first[tick]:
                 if weight in self._due:
                     self._update_on_device(weight, number)
@@ -187,19 +187,19 @@ class TaskBuilder:
             if self._saved:
                 waits += self._saved_of(tick, number)
             ending = self._ending[is_last][tick]
-            made = self._tick(todo, waits, ending, is_first=number % self._problem.accumulation == 0)
-            self._ends[tick] = made
+            compute = self._tick(todo, waits, ending, is_first=number % self._problem.accumulation == 0)
+            self._ends[tick] = compute
             for weight in self._done[tick] if is_last else ():
                 update = self._problem.weights[weight].update
                 if update is not None and update.exchange_bytes and weight not in ending:
                     name = self._problem.weights[weight].name
-                    self._landed[weight] = self._to_owners(name, update, made)
+                    self._landed[weight] = self._to_owners(name, update, compute)
             if todo.hosted_bytes:
-                self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
+                self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [compute])
                 self._saved[tick].stream = 1
             if is_last and self._problem.in_backward:
                 for weight in self._done[tick]:
-                    self._submit(weight, made, number)
+                    self._submit(weight, compute, number)
                     if weight in self._due and self._stays(weight):
                         self._update_on_device(weight, number)
 
@@ -209,12 +209,12 @@ class TaskBuilder:
         A gradient is made first and then moved to its slot, so it is compute after it that waits for the slot.
         """
         parts, seconds = reversed(ending), tick.seconds / max(1, len(ending))
-        made = self._work(tick.name, seconds, waits)
+        compute = self._work(tick.name, seconds, waits)
         for index, weight in enumerate(parts):
             if index:
-                made = self._work(tick.name, seconds, ())
-            self._send(weight, made, is_first=is_first)
-        return made
+                compute = self._work(tick.name, seconds, ())
+            self._send(weight, compute, is_first=is_first)
+        return compute
 
     def _saved_of(self, tick: int, number: int) -> Iterator[Task]:
         """Copies of saved tensors that ``tick`` waits for: down, to reuse their memory, and up, if it needs them."""
@@ -236,10 +236,10 @@ class TaskBuilder:
         update, name = self._update(weight), self._problem.weights[weight].name
         slot = update.parked_slot if is_first or update.arrival_slot is None else update.arrival_slot
         self._slot = self._slots.get(update.grad_slot)
-        there = self._to_owners(name, update, made)
-        down = there
+        at_owners = self._to_owners(name, update, made)
+        down = at_owners
         if update.sends_down:
-            waits = (there, self._slot, self._slots.get(slot))
+            waits = (at_owners, self._slot, self._slots.get(slot))
             down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, waits)
         self._occupy(update.grad_slot, down)
         if update.grad_direct:
@@ -269,8 +269,8 @@ class TaskBuilder:
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the tick ``need`` waits for, unless the update that comes first makes the weight."""
         info = self._problem.weights[weight]
-        known = self._leaving
-        leaving = [known[other] for other in info.overlapping if other in known] if known else []
+        last_copies = self._leaving
+        leaving = [last_copies[other] for other in info.overlapping if other in last_copies] if last_copies else []
         if weight in self._due and self._update(weight).from_master:
             self._vacated[weight] = [ended, *leaving]
             return
@@ -282,8 +282,8 @@ class TaskBuilder:
         self._reload.seconds += self._problem.decode_seconds(info)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._occupy(info.disk_slot, self._reload)
-        whole = self._reload if due else self._gather(info, self._reload)
-        self._gate.setdefault(weight, []).append(whole)
+        gathered = self._reload if due else self._gather(info, self._reload)
+        self._gate.setdefault(weight, []).append(gathered)
 
     def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
         """Add the update of ``weight``, which waits for ``gradient``; the next pass that uses it is ``used_in``."""
@@ -296,21 +296,21 @@ class TaskBuilder:
             return
         if info.update.disk_bytes:
             waits.append(self._state(weight, 0, (gradient, self._slots.get(info.update.window_slot))))
-        made = task = self._task(Resource.CPU, f"update {info.name}", waits)
+        current = task = self._task(Resource.CPU, f"update {info.name}", waits)
         if info.update.disk_bytes:
             self._occupy(info.update.window_slot, self._state(weight, 1, [task]))
         task.seconds = info.update.seconds
         task.touched_bytes = info.update.touched_bytes
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         if size := info.update.rewritten_bytes:
-            made = self._disk(f"write weight {info.name}", size, 1, [task])
-            made.priority = task.priority
-        self._occupy(info.update.parked_slot, made)
-        self._weight[weight] = made
+            current = self._disk(f"write weight {info.name}", size, 1, [task])
+            current.priority = task.priority
+        self._occupy(info.update.parked_slot, current)
+        self._weight[weight] = current
         if weight not in self._away:
             need = (used_in + 1, info.uses[0])
-            made = task if info.disk_slot is None else self._read(weight, need)
-            sent = self._copy(Resource.UP, f"new weight {info.name}", info.reload_bytes, [made])
+            current = task if info.disk_slot is None else self._read(weight, need)
+            sent = self._copy(Resource.UP, f"new weight {info.name}", info.reload_bytes, [current])
             sent.priority = (*need, self._problem.rank[weight])
             self._occupy(info.disk_slot, sent)
             self._gate.setdefault(weight, []).append(self._gather(info, sent))
@@ -350,22 +350,22 @@ class TaskBuilder:
             visit = self._copy(Resource.UP, f"state {info.name}", size, (slot, *waits))
             visit.priority = (number, info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
-        done = self._work(f"update {info.name}", update.seconds, (*gate, *vacated, *waits))
-        done.touched_bytes = update.touched_bytes
+        kernel = self._work(f"update {info.name}", update.seconds, (*gate, *vacated, *waits))
+        kernel.touched_bytes = update.touched_bytes
         self._gate.pop(weight, None)
         if info.exchange_bytes:
-            self._gate[weight] = [self._exchange(f"gather {info.name}", info.exchange_bytes, done)]
+            self._gate[weight] = [self._exchange(f"gather {info.name}", info.exchange_bytes, kernel)]
         if update.site is Site.STREAMED:
-            state = self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done])
+            state = self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [kernel])
             self._occupy(update.visit_slot, state)
         if weight in self._leaves:
-            down = self._copy(Resource.DOWN, f"weight {info.name}", info.link_bytes, [done])
+            down = self._copy(Resource.DOWN, f"weight {info.name}", info.link_bytes, [kernel])
             self._weight[weight] = self._leaving[weight] = down
 
 
 def build_tasks(problem: Problem, evictions: Sequence[Eviction], iterations: int) -> list[Task]:
     """All tasks of so many iterations, each after those it waits for."""
-    made = TaskBuilder(problem, evictions)
+    builder = TaskBuilder(problem, evictions)
     for iteration in range(iterations):
-        made.iteration(iteration)
-    return made.tasks
+        builder.iteration(iteration)
+    return builder.tasks

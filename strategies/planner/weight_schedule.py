@@ -73,14 +73,14 @@ def fitted(layout: Layout, weights: Alone, room: int, ahead: int | None) -> Layo
     budget, excess = room, 0
     for attempt in range(ATTEMPTS + 1):
         try:
-            found = choose(replace(problem, budget=budget)) if attempt < ATTEMPTS else at_need(problem.gaps)
+            plan = choose(replace(problem, budget=budget)) if attempt < ATTEMPTS else at_need(problem.gaps)
         except DoesNotFit:
-            found = at_need(problem.gaps)
-        there = [resident_ticks(one, layout.num_ticks) for one in present_ticks(problem, _capped(found, ahead))]
-        excess = _num_bytes(problem, there) - room
+            plan = at_need(problem.gaps)
+        ranges = [resident_ticks(ticks, layout.num_ticks) for ticks in present_ticks(problem, _capped(plan, ahead))]
+        excess = _num_bytes(problem, ranges) - room
         if excess <= 0:
             buckets = list(layout.buckets)
-            for group, ticks in zip(groups, there, strict=True):
+            for group, ticks in zip(groups, ranges, strict=True):
                 for index in group if ticks else ():
                     buckets[index] = replace(buckets[index], resident_ticks=ticks)
             return replace(layout, buckets=tuple(buckets))
@@ -151,7 +151,7 @@ def _pairs(problem: Problem) -> Iterator[tuple[float, list[Gap]]]:
     for ends in (boundaries, boundaries[1:], by_size):
         used = least_memory(problem, ends)
         fewest = len(ends)
-        seconds = [list(accumulate((up[gap.weight] for gap in some), initial=0.0)) for some in (turns, ends)]
+        seconds = [list(accumulate((up[gap.weight] for gap in gaps), initial=0.0)) for gaps in (turns, ends)]
         for number in range(len(turns) + 1):
             if number:
                 _change(problem, used, turns[number - 1], -1)
@@ -159,9 +159,9 @@ def _pairs(problem: Problem) -> Iterator[tuple[float, list[Gap]]]:
                 fewest -= 1
                 if fewest >= 0:
                     _change(problem, used, ends[fewest], 1)
-            for more in range(fewest + 1, min(fewest + 1 + SPARE, len(ends)) + 1):
-                bound = max(problem.compute_seconds, seconds[0][number] + seconds[1][more])
-                yield bound, [*turns[:number], *ends[:more]]
+            for num_ends in range(fewest + 1, min(fewest + 1 + SPARE, len(ends)) + 1):
+                bound = max(problem.compute_seconds, seconds[0][number] + seconds[1][num_ends])
+                yield bound, [*turns[:number], *ends[:num_ends]]
 
 
 def _change(problem: Problem, used: list[int], gap: Gap, sign: int) -> None:
@@ -187,7 +187,7 @@ def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
         # From the middle on; ticks before it are negative, as they are counted from the end. No gap is longer than all.
         used = least[middle:] + least[:middle]
         last = earliest
-        found = list[Eviction]()
+        evictions = list[Eviction]()
         for gap in order:
             need = (gap.before - middle) % count
             bound = max(last, need - (gap.before - gap.after) + 1)
@@ -196,12 +196,12 @@ def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
             while at > bound and used[at - 1] <= room:
                 at -= 1
                 used[at] += size
-            first, last = (first if found else at), at
-            found.append(Eviction(gap, gap.before - need + at))
+            first, last = (first if evictions else at), at
+            evictions.append(Eviction(gap, gap.before - need + at))
         earliest = last - count
         if earliest <= first:
             break  # it bounds no reload
-    return tuple(found)
+    return tuple(evictions)
 
 
 def alone(facts: Facts, layout: Layout, indices: Collection[int]) -> Alone:
@@ -213,7 +213,7 @@ def alone(facts: Facts, layout: Layout, indices: Collection[int]) -> Alone:
         together.setdefault(layout.buckets[index].units, []).append(index)
     groups = list(together.values())
     few = replace(layout, buckets=tuple(layout.buckets[group[0]] for group in groups), accumulation=1)
-    whole = problem_of(facts, few, facts.machine.rates or ASSUMED, updates=False)
+    problem = problem_of(facts, few, facts.machine.rates or ASSUMED, updates=False)
     sizes = [sum(aligned(layout.buckets[index].weight_bytes) for index in group) for group in groups]
     disk = [sum(read_bytes(layout.buckets[index]) for index in group) for group in groups]
     copies = [
@@ -221,10 +221,10 @@ def alone(facts: Facts, layout: Layout, indices: Collection[int]) -> Alone:
         for group in groups
     ]
     weights = tuple(
-        replace(one, num_bytes=size, disk_bytes=read, copy_bytes=copied)
-        for one, size, read, copied in zip(whole.weights, sizes, disk, copies, strict=True)
+        replace(weight, num_bytes=size, disk_bytes=read, copy_bytes=copied)
+        for weight, size, read, copied in zip(problem.weights, sizes, disk, copies, strict=True)
     )
-    return replace(whole, weights=weights), groups
+    return replace(problem, weights=weights), groups
 
 
 def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction, ...]:

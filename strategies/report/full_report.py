@@ -46,8 +46,8 @@ def text(
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
-    for part in map(list, (grid, *tables, step_lines(cost) if cost else ())):
-        lines += ["", *part] if part else []
+    for section in map(list, (grid, *tables, step_lines(cost) if cost else ())):
+        lines += ["", *section] if section else []
     return "\n".join(lines)
 
 
@@ -114,13 +114,13 @@ def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
         return
     ranks = plan.facts.machine.ranks or plan.facts.run.world_size
     of, state = f"{ranks} ranks' " if ranks > 1 else "", ranks * len(layout.disk) * state_file_bytes(layout)
-    there = [layout.buckets[index] for index in weights_on_disk(layout)]
-    frozen, new = (
-        ranks * sum(weight_bytes_on_disk(b) for b in there if (b.group is None) is is_so) for is_so in (True, False)
+    on_disk = [layout.buckets[index] for index in weights_on_disk(layout)]
+    frozen, tuned = (
+        ranks * sum(weight_bytes_on_disk(b) for b in on_disk if (b.group is None) is is_so) for is_so in (True, False)
     )
-    written = state + new
+    written = state + tuned
     parts = [f"{human(state)} of {of}optimizer state, read and written once per step"] * (state > 0)
-    parts += [f"{human(new)} of {of}weights, read in forward and in backward and written once per step"] * (new > 0)
+    parts += [f"{human(tuned)} of {of}weights, read in forward and in backward and written once per step"] * (tuned > 0)
     parts += [f"{human(frozen)} of {of}frozen weights, read in forward and in backward"] * (frozen > 0)
     line = f"{where(layout.disk)} ({', '.join(layout.disk)}): {'; '.join(parts)}"
     if cost is not None and rates is not None:
@@ -147,7 +147,7 @@ def step_lines(cost: StepCost) -> Iterator[str]:
             share = f"{critical:.3g} s ({critical / cost.seconds:.0%})"
             rows.append((resource.value, f"{busy:.3g} s", hidden, share))
     # What several of them share has no place on the path; it is busy if all together need it for the whole step.
-    shared = {name: seconds for name, seconds in out.least.items() if name not in {each.value for each in Resource}}
+    shared = {name: seconds for name, seconds in out.least.items() if name not in {r.value for r in Resource}}
     rows += [(name, f"{busy:.3g} s", "", "") for name, busy in shared.items() if busy > WORTH * cost.seconds]
     yield from table(("resource", "busy", "hidden", "on the critical path"), rows, {"busy", "hidden"})
 
@@ -190,7 +190,7 @@ def recompute_lines(plan: Plan) -> list[str]:
         (
             row["policy"],
             str(row["blocks"]),
-            *(human(row[f"{what}_bytes"]) for what in ("kept", "hosted", "freed")),
+            *(human(row[f"{kind}_bytes"]) for kind in ("kept", "hosted", "freed")),
             "?" if row["seconds"] is None else f"{1e3 * row['seconds']:,.1f} ms",
             f"{row['flops'] / 1e9:,.1f} GFLO",
         )

@@ -49,17 +49,17 @@ def lines(
     links: Mapping[Compression, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     """The table, what was left out or not tried, and what to write for its first row."""
-    yield from table(HEADER, [_cells(each, scale) for each in answer.best], RIGHT)
+    yield from table(HEADER, [_cells(plan, scale) for plan in answer.best], RIGHT)
     yield ""
     yield f"{answer.tried:,} looked at; {answer.fitting:,} run here and fit; {answer.priced} of them simulated"
     yield from left_out(answer)
     yield from (f"nearest of the faster that do not fit: {line}" for line in _lacking(answer))
     yield from (f"not tried: {why}" for why in not_tried)
     if answer.firsts:
-        ends = " and ".join(f"{shape(each.degrees)} with ZeRO {each.degrees.zero}" for each in answer.firsts)
+        ends = " and ".join(f"{shape(plan.degrees)} with ZeRO {plan.degrees.zero}" for plan in answer.firsts)
         yield "from-to: at either end of what is published of networks across machines (deepstow docs parallelism)"
         yield f"* changes places at one of these ends, measure before you choose by it; first at them: {ends}"
-    if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
+    if any(plan.degrees.offload is not Stowed.NOTHING for plan in answer.best):
         yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
     yield from lossy(answer, links)
     yield ""
@@ -91,34 +91,34 @@ def _cells(found: Found, scale: Scale) -> tuple[str, ...]:
 def to_json(answer: Answer, scale: Scale, write: Sequence[str]) -> dict[str, Any]:
     """The same for programs; seconds and bytes are not rounded."""
     plans = [
-        asdict(each.degrees)
-        | {"offload": each.degrees.offload.value, "seconds": each.price.seconds, "seconds_between": each.between}
-        | {"rates": scale.rates(each), "place_is_settled": each.settled, "mfu": scale.mfu(each.price.seconds)}
-        | {"device_bytes": each.bytes.device, "host_bytes": each.bytes.host, "parts": dict(each.price.parts)}
-        for each in answer.best
+        asdict(plan.degrees)
+        | {"offload": plan.degrees.offload.value, "seconds": plan.price.seconds, "seconds_between": plan.between}
+        | {"rates": scale.rates(plan), "place_is_settled": plan.settled, "mfu": scale.mfu(plan.price.seconds)}
+        | {"device_bytes": plan.bytes.device, "host_bytes": plan.bytes.host, "parts": dict(plan.price.parts)}
+        for plan in answer.best
     ]
-    left = [{"rule": each.refusal.key, "reason": str(each.refusal), "seconds": each.seconds} for each in answer.left]
-    return {"ranks": scale.ranks, "tokens_per_step": scale.tokens, "plans": plans, "left_out": left, "write": [*write]}
+    rules = [{"rule": rule.refusal.key, "reason": str(rule.refusal), "seconds": rule.seconds} for rule in answer.left]
+    return {"ranks": scale.ranks, "tokens_per_step": scale.tokens, "plans": plans, "left_out": rules, "write": [*write]}
 
 
 def shape(degrees: Degrees) -> str:
     """``8 x 1 x 128``; ``1 x 1 x 2, sequence 4`` has four ranks for each set of rows; ``1 x 1 x 128, int8, lossy``."""
     how = degrees.exchange
-    more = [f", {name} {degree}" for name in ("sequence", "experts") if (degree := getattr(degrees, name)) > 1]
+    suffixes = [f", {name} {degree}" for name in ("sequence", "experts") if (degree := getattr(degrees, name)) > 1]
     if how is not None:
-        more.append(f", {f'local_steps {how.local_steps}' if how.local_steps else how.method}, lossy")
-    return f"{degrees.stages} x {degrees.tensor} x {degrees.data}{''.join(more)}"
+        suffixes.append(f", {f'local_steps {how.local_steps}' if how.local_steps else how.method}, lossy")
+    return f"{degrees.stages} x {degrees.tensor} x {degrees.data}{''.join(suffixes)}"
 
 
 def lossy(answer: Answer, links: Mapping[Compression, str]) -> Iterator[str]:
     """What the link gains by each lossy exchange, and the fastest step with it, be it in the table or not."""
-    steps = {each.degrees.exchange: each.price.seconds for each in answer.lossy}
-    for how, said in links.items():
+    steps = {plan.degrees.exchange: plan.price.seconds for plan in answer.lossy}
+    for how, line in links.items():
         if how in steps:
-            said += f"; a step {steps[how]:.4g} s"
+            line += f"; a step {steps[how]:.4g} s"
             if (exact := answer.exact) is not None:
-                said += f", {exact.price.seconds / steps[how]:.3g} times as fast as the fastest exact way"
-        yield said
+                line += f", {exact.price.seconds / steps[how]:.3g} times as fast as the fastest exact way"
+        yield line
 
 
 def words(degrees: Degrees) -> str:
@@ -132,8 +132,8 @@ def words(degrees: Degrees) -> str:
 
 def left_out(answer: Answer) -> Iterator[str]:
     """What would fit if it could be run."""
-    for each in answer.left:
-        yield f"left out: {each.refusal}; it would take {each.seconds:.3g} s or more"
+    for rule in answer.left:
+        yield f"left out: {rule.refusal}; it would take {rule.seconds:.3g} s or more"
 
 
 def nothing_fits(answer: Answer) -> Iterator[str]:
@@ -142,9 +142,9 @@ def nothing_fits(answer: Answer) -> Iterator[str]:
 
 
 def _lacking(answer: Answer) -> Iterator[str]:
-    for each in answer.nearest:
-        short = {"device": each.device, "host": each.host}
-        lacks = " and ".join(f"{human(size)} of {name} memory" for name, size in short.items() if size)
-        exact = each.degrees.offload is Stowed.NOTHING
+    for plan in answer.nearest:
+        sizes = {"device": plan.device, "host": plan.host}
+        lacks = " and ".join(f"{human(size)} of {name} memory" for name, size in sizes.items() if size)
+        exact = plan.degrees.offload is Stowed.NOTHING
         about = "" if exact else " (estimated; deepstow plan with the config says exactly)"
-        yield f"{words(each.degrees)}: lacks {lacks} per rank{about}"
+        yield f"{words(plan.degrees)}: lacks {lacks} per rank{about}"

@@ -76,14 +76,14 @@ class PlanFile(Entry):
     )
 
     def addresses(self) -> Addresses:
-        spots = {(each.bucket, each.item): Spot(each.tier, each.offset, each.num_bytes) for each in self.spots}
+        spots = {(spot.bucket, spot.item): Spot(spot.tier, spot.offset, spot.num_bytes) for spot in self.spots}
         return Addresses(self.arenas, spots)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """What an engine needs, as JSON types: the first keys of ``PlanFile``."""
     layout, addresses = plan.layout, plan.addresses
-    found: dict[str, Any] = {
+    file: dict[str, Any] = {
         "schema_version": VERSION,
         "facts": plan.facts,
         "keeps": [plan.keep(unit.name) for unit in plan.facts.units],
@@ -92,31 +92,31 @@ def to_json(plan: Plan) -> dict[str, Any]:
         **{key: [] for key in ("spots", "ticks", "updates")},
     }
     if layout is not None and addresses is not None:
-        found |= {"layout": layout, "arenas": addresses.arena_bytes, "ticks": ticks(layout), "updates": updates(layout)}
-        found["spots"] = [
+        file |= {"layout": layout, "arenas": addresses.arena_bytes, "ticks": ticks(layout), "updates": updates(layout)}
+        file["spots"] = [
             SpotEntry(bucket=name, item=item, tier=spot.tier, offset=spot.offset, num_bytes=spot.num_bytes)
             for (name, item), spot in addresses.spots.items()
         ]
-    made: dict[str, Any] = to_jsonable_python(found)
-    return made
+    as_json: dict[str, Any] = to_jsonable_python(file)
+    return as_json
 
 
 def ticks(layout: Layout) -> list[TickEntry]:
     """What happens at each tick of an iteration."""
     count, at = layout.num_ticks, ticks_of(layout.units)
-    found = [TickEntry(unit=unit, direction="forward", fetch=[], evict=[], gradients=[]) for unit in layout.units]
-    found += [each.model_copy(update={"direction": "backward"}, deep=True) for each in reversed(found)]
+    entries = [TickEntry(unit=unit, direction="forward", fetch=[], evict=[], gradients=[]) for unit in layout.units]
+    entries += [entry.model_copy(update={"direction": "backward"}, deep=True) for entry in reversed(entries)]
     for bucket in layout.buckets:
         ranges = bucket.resident_ticks
         over_the_end = bool(ranges) and ranges[0][0] == 0 and ranges[-1][1] == count
         for start, end in ranges:
             if start or not over_the_end:
-                found[start].fetch.append(bucket.name)
+                entries[start].fetch.append(bucket.name)
             if end < count or not over_the_end:
-                found[end - 1].evict.append(bucket.name)
+                entries[end - 1].evict.append(bucket.name)
         if bucket.site is not Site.NONE:
-            found[gradient_tick(bucket, at)].gradients.append(bucket.name)
-    return found
+            entries[gradient_tick(bucket, at)].gradients.append(bucket.name)
+    return entries
 
 
 def updates(layout: Layout) -> list[str]:
@@ -138,16 +138,16 @@ def problems(text: str) -> list[str]:
     try:
         file = PlanFile.model_validate(content)
     except ValidationError as error:
-        return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        return [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
     if (layout := file.layout) is None:
         return []
     addresses = file.addresses()
     if len(addresses.spots) < len(file.spots):
         return ["spots: two are of one bucket and item"]
     hosted = sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in file.keeps)
-    found = validate(layout, addresses, file.facts.params, hosted)
-    if found:
-        return found  # what follows from a broken layout is unknown
+    broken = validate(layout, addresses, file.facts.params, hosted)
+    if broken:
+        return broken  # what follows from a broken layout is unknown
     follows = {"ticks": ticks(layout), "updates": updates(layout)}
     return [
         f"{name}: do not follow from the buckets" for name, value in follows.items() if getattr(file, name) != value

@@ -42,26 +42,26 @@ class Row:
 
 def rows(plan: Plan) -> list[Row]:
     """All rows in order of first use, without tensors that do not exist."""
-    found = [row for unit in plan.facts.units for row in rows_of(plan, unit)]
+    all_rows = [row for unit in plan.facts.units for row in rows_of(plan, unit)]
     for reserve in (reserve for tier in Tier for reserve in plan.reserves(tier) if reserve.num_bytes):
-        what, by = f"buffer, {reserve.when.value}", plan.decided_by(reserve.slot)
-        found.append(Row(reserve.owner, what, 1, reserve.num_bytes, reserve.tier, by, reserve.reason))
-    return found
+        tensors, by = f"buffer, {reserve.when.value}", plan.decided_by(reserve.slot)
+        all_rows.append(Row(reserve.owner, tensors, 1, reserve.num_bytes, reserve.tier, by, reserve.reason))
+    return all_rows
 
 
 def rows_of(plan: Plan, unit: Unit) -> list[Row]:
     """Of one unit: at the tier of its tensors, then at that of strays; then what it saves."""
-    name, found = unit.name, list[Row]()
+    name, all_rows = unit.name, list[Row]()
     for kind in Kind:
         share = plan.share(name, kind)
         by = plan.decided_by(share.slot)
         for tier in sorted(Tier, key=lambda tier: tier is not share.tier):
             reason = share.reason if tier is share.tier else share.stray_reason
-            found.append(Row(name, kind.value, share.shards, plan.num_bytes(name, kind, tier), tier, by, reason))
+            all_rows.append(Row(name, kind.value, share.shards, plan.num_bytes(name, kind, tier), tier, by, reason))
     keep = plan.keep(name)
     for tier, num_bytes in ((Tier.DEVICE, keep.saved_bytes), (Tier.HOST, keep.hosted_bytes)):
-        found.append(Row(name, SAVED, 1, num_bytes, tier, plan.decided_by(keep.slot), keep.reason))
-    return [row for row in found if row.num_bytes]
+        all_rows.append(Row(name, SAVED, 1, num_bytes, tier, plan.decided_by(keep.slot), keep.reason))
+    return [row for row in all_rows if row.num_bytes]
 
 
 def table(plan: Plan) -> str:
@@ -72,10 +72,10 @@ def table(plan: Plan) -> str:
 def title(plan: Plan) -> str:
     """Model, precision, ranks, machine and tokens on one line."""
     run, machine = plan.facts.run, plan.facts.machine
-    whole = f" on each rank, of {run.model_params / 1e6:,.1f} M" if run.model_params else ""
+    of_model = f" on each rank, of {run.model_params / 1e6:,.1f} M" if run.model_params else ""
     computes = f" (autocast to {run.autocast.value})" if run.autocast else ""
     return (
-        f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters{whole}, "
+        f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters{of_model}, "
         f"{plan.facts.num_trainable / 1e6:,.1f} M trainable, "
         f"{run.precision.value}{computes}, {run.grid.words} on {machine.name}, "
         f"{run.tokens_per_step:,} tokens per optimizer step"
@@ -94,20 +94,20 @@ def lines(plan: Plan) -> list[str]:
                 folded.setdefault((unit.kind, row.tier.value, row.shards, row.decided_by), []).append(row)
     kinds = list(UnitKind)
     order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))
-    found = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
-    found += [_saved_line(plan, tier, saved[tier]) for tier in Tier if tier in saved]
-    found += order_of(plan)
-    found += _buffer_lines(plan)
-    return found + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
+    table_lines = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
+    table_lines += [_saved_line(plan, tier, saved[tier]) for tier in Tier if tier in saved]
+    table_lines += order_of(plan)
+    table_lines += _buffer_lines(plan)
+    return table_lines + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
 
 
 def _cells(some: Sequence[Row]) -> tuple[str, ...]:
     """One row of the table for rows of units that are alike, at one tier and split in one way."""
     sums = {kind.value: sum(row.num_bytes for row in some if row.tensors == kind.value) for kind in Kind}
-    part = "all" if some[0].shards == 1 else f"1/{some[0].shards}"
+    share = "all" if some[0].shards == 1 else f"1/{some[0].shards}"
     why = "; ".join(dict.fromkeys(row.reason for row in some))
     sizes = (human(size) if size else "" for size in sums.values())
-    return (_span([row.unit for row in some]), some[0].tier.value, part, *sizes, some[0].decided_by, why)
+    return (_span([row.unit for row in some]), some[0].tier.value, share, *sizes, some[0].decided_by, why)
 
 
 def _span(units: Iterable[str]) -> str:
@@ -120,29 +120,29 @@ def order_of(plan: Plan) -> list[str]:
     """The order of a step's micro-batches, if it is not one after the other."""
     run = plan.facts.run
     tied = "; gradients of the tied head are added in another order than plain training's" if run.tied else ""
-    what = f"all {run.layerwise} micro-batches of a step pass a layer before the next{tied}"
-    return [what] if run.layerwise > 1 else []
+    order = f"all {run.layerwise} micro-batches of a step pass a layer before the next{tied}"
+    return [order] if run.layerwise > 1 else []
 
 
 def _saved_line(plan: Plan, tier: Tier, saved: dict[UnitKind, list[Row]]) -> str:
     def total(some: Iterable[Row]) -> str:
         return human(sum(row.num_bytes for row in some))
 
-    every = [row for some in saved.values() for row in some]
-    parts = ", ".join(f"{_span(row.unit for row in some)} {total(some)}" for some in saved.values())
+    every = [row for of_kind in saved.values() for row in of_kind]
+    parts = ", ".join(f"{_span(row.unit for row in of_kind)} {total(of_kind)}" for of_kind in saved.values())
     why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in every))
     times = plan.facts.run.in_flight * plan.facts.run.layerwise
-    each = f", for each of {times} micro-batches under way" if times > 1 else ""
-    return f"{SAVED} on the {tier.value}{each}: {total(every)} ({parts}) [{why}]"
+    per_batch = f", for each of {times} micro-batches under way" if times > 1 else ""
+    return f"{SAVED} on the {tier.value}{per_batch}: {total(every)} ({parts}) [{why}]"
 
 
 def _buffer_lines(plan: Plan) -> Iterator[str]:
     """Reserved buffers, by tier and by when they are alive."""
     for tier in Tier:
         for when in When:
-            some = [one for one in plan.reserves(tier) if one.when is when and one.num_bytes]
-            if some:
-                parts = ", ".join(f"{one.owner.removeprefix(f'{tier.value}: ')} {human(one.num_bytes)}" for one in some)
+            alive = [r for r in plan.reserves(tier) if r.when is when and r.num_bytes]
+            if alive:
+                parts = ", ".join(f"{r.owner.removeprefix(f'{tier.value}: ')} {human(r.num_bytes)}" for r in alive)
                 yield f"buffers on the {tier.value}, {when.value}: {parts}"
 
 
@@ -155,16 +155,16 @@ def tiers_of(plan: Plan) -> list[Tier]:
 def summary(plan: Plan) -> Iterator[str]:
     """Predicted peak and room per tier of one rank."""
     machine = plan.facts.machine
-    has = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes}
+    capacity = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes}
     for tier in tiers_of(plan):
         peak = plan.peak(tier)
-        room = has[tier] - peak
-        rest = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
+        room = capacity[tier] - peak
+        spare = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
         if tier is Tier.DEVICE and machine.device_overhead_bytes:
-            rest += f", beside {human(machine.device_overhead_bytes)} for its context and libraries"
+            spare += f", beside {human(machine.device_overhead_bytes)} for its context and libraries"
         where = tier.value if machine.has_accelerator else f"{tier.value} ({IN_RAM[tier]})"
         yield (
-            f"predicted peak per rank, {where}: {human(peak)} of {human(has[tier])} ({rest}); "
+            f"predicted peak per rank, {where}: {human(peak)} of {human(capacity[tier])} ({spare}); "
             f"training state {human(plan.states(tier))}"
         )
     run = plan.facts.run
@@ -176,8 +176,8 @@ def summary(plan: Plan) -> Iterator[str]:
     if writing := writing_bytes(plan):
         yield f"while the model is written, first rank, host: up to {human(writing)}"
     if plan.facts.run.two_level:
-        yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner.startswith("collectives"))
-    yield from (one.reason for one in plan.reserves(Tier.DEVICE) if one.owner in (UNDER_WAY, ROWS))
+        yield from (reserve.reason for reserve in plan.reserves(Tier.DEVICE) if reserve.owner.startswith("collectives"))
+    yield from (reserve.reason for reserve in plan.reserves(Tier.DEVICE) if reserve.owner in (UNDER_WAY, ROWS))
     if plan.facts.run.compression is not None:
         yield words(
             plan.facts, spans=plan.layout is not None and any(bucket.shards > 1 for bucket in plan.layout.buckets)
@@ -188,9 +188,9 @@ def _whole_experts(plan: Plan) -> Iterator[str]:
     """That experts which are one tensor stay as they are beside quantised linear layers."""
     blocks = [unit for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
     packed = sum(unit.quantised for unit in blocks)
-    whole = sum(unit.num_params - unit.num_trainable for unit in blocks) - packed
-    if plan.facts.run.num_experts and 0 < packed < whole:
-        size = human(whole * plan.facts.run.frozen_bytes)
+    unpacked = sum(unit.num_params - unit.num_trainable for unit in blocks) - packed
+    if plan.facts.run.num_experts and 0 < packed < unpacked:
+        size = human(unpacked * plan.facts.run.frozen_bytes)
         yield f"fused experts are not quantised: {size} stay as they are, since bitsandbytes packs linear layers alone"
 
 
@@ -208,9 +208,9 @@ def explained(plan: Plan, name: str) -> Iterator[str]:
         for row in rows
     ]  # fmt: skip
     yield from aligned(EXPLAINED, cells, {"bytes"})
-    keep, by = next((each, by) for each, by in plan.answers.values() if isinstance(each, Keep) and each.unit == name)
+    keep, by = next((keep, by) for keep, by in plan.answers.values() if isinstance(keep, Keep) and keep.unit == name)
     yield f"backward: {_backward(keep)} [{by}: {keep.reason}]"
-    impl, by = next((each, by) for each, by in plan.answers.values() if isinstance(each, Impl) and each.unit == name)
+    impl, by = next((impl, by) for impl, by in plan.answers.values() if isinstance(impl, Impl) and impl.unit == name)
     yield f"computed: {impl.implementation} [{by}: {impl.reason}]"
     yield from _moved(plan, name)
     yield from _launched(unit)
@@ -221,7 +221,7 @@ def _backward(keep: Keep) -> str:
         return "uses all that forward saved"
     if keep.policy == CHUNKS:
         return "computes the softmax of the logits again, by chunks"
-    kept = ["the input", *(each for each in keep.kept if each != INPUT)]
+    kept = ["the input", *(name for name in keep.kept if name != INPUT)]
     waits = f"; on the host meanwhile: {', '.join(keep.hosted)}" if keep.hosted else ""
     return f"runs forward again; kept: {', '.join(kept)}{waits}"
 
@@ -259,7 +259,7 @@ def bucket_lines(plan: Plan) -> list[str]:
         key = (bucket.site, grads, bucket.resident, bucket.weight_on_disk, bucket.frozen_as, kinds[bucket.units[0]])
         groups.setdefault(key, []).append(bucket)
     return [
-        *aligned(BUCKETS, (_bucket_cells(some, layout, addresses) for some in groups.values())),
+        *aligned(BUCKETS, (_bucket_cells(group, layout, addresses) for group in groups.values())),
         *_sums(plan, layout),
     ]
 
@@ -282,8 +282,8 @@ def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
         words = f"fast, on their way, which saves {size} of the device; a sum differs from the exact one by "
         words += bound if ranks > 2 else "nothing, since two numbers have one sum"
     if crosses(plan.facts):
-        here, other = (leaving(plan.facts, each) for each in (("fast", "exact") if fast else ("exact", "fast")))
-        words += f"; {here:.0%} of each go to other machines ({'exact' if fast else 'fast'}: {other:.0%})"
+        chosen, other = (leaving(plan.facts, how) for how in (("fast", "exact") if fast else ("exact", "fast")))
+        words += f"; {chosen:.0%} of each go to other machines ({'exact' if fast else 'fast'}: {other:.0%})"
         if plan.facts.machine.rates and not plan.facts.machine.rates.net_across_bytes_per_s:
             words += ", how fast is unknown here: simulated as if all were on one"
     yield f"gradients of {ranks} ranks are added: {words}"
@@ -327,18 +327,18 @@ def grid_table(grid: Grid) -> list[str]:
     copies, stages = range(min(grid.replicas, SHOWN)), range(min(grid.stages, SHOWN))
     rows = [(f"stage {stage}", *(_ranks(grid, stage, copy) for copy in copies)) for stage in stages]
     rows += [("...", *("" for _ in copies))] if grid.stages > SHOWN else []
-    said = ["ranks joined by = exchange in every layer"] if grid.tensor * grid.slices > 1 else []
-    said += ["stages send hidden states on, and gradients back"] if grid.stages > 1 else []
-    said += ["ranks of a row add up gradients once per step"] if grid.replicas * grid.slices > 1 else []
-    more = f", of which {SHOWN} copies are shown" if grid.replicas > SHOWN else ""
-    return [f"ranks: {grid}{more}", *aligned(("", *(f"data {copy}" for copy in copies)), rows), "; ".join(said)]
+    legend = ["ranks joined by = exchange in every layer"] if grid.tensor * grid.slices > 1 else []
+    legend += ["stages send hidden states on, and gradients back"] if grid.stages > 1 else []
+    legend += ["ranks of a row add up gradients once per step"] if grid.replicas * grid.slices > 1 else []
+    note = f", of which {SHOWN} copies are shown" if grid.replicas > SHOWN else ""
+    return [f"ranks: {grid}{note}", *aligned(("", *(f"data {copy}" for copy in copies)), rows), "; ".join(legend)]
 
 
 def _ranks(grid: Grid, stage: int, copy: int) -> str:
-    found = [
+    ranks = [
         str(grid.rank(Cell(stage, copy, part, tokens))) for tokens in range(grid.slices) for part in range(grid.tensor)
     ]
-    return " = ".join(found if len(found) <= SHOWN // 2 else [found[0], found[1], "..", found[-1]])
+    return " = ".join(ranks if len(ranks) <= SHOWN // 2 else [ranks[0], ranks[1], "..", ranks[-1]])
 
 
 def stage_table(plans: Sequence[Plan]) -> list[str]:

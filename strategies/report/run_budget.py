@@ -39,19 +39,19 @@ def read(given: Mapping[str, str | None]) -> Asked:
     values = {}
     for name, text in given.items():
         if text is not None:
-            found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
-            values[name] = float(found[1]) * MULTIPLES[found[2].upper()] if found else 0.0
+            parsed = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+            values[name] = float(parsed[1]) * MULTIPLES[parsed[2].upper()] if parsed else 0.0
             if not 0 < values[name] < (1.0 + 1e-9 if name == "mfu" else float("inf")):
-                most = " and at most 1" if name == "mfu" else ""
-                raise ValueError(f"{_flag(name)} {text}: must be a number above 0{most}, as in 15B, 2.5 or 0.4")
+                limit = " and at most 1" if name == "mfu" else ""
+                raise ValueError(f"{_flag(name)} {text}: must be a number above 0{limit}, as in 15B, 2.5 or 0.4")
     return Asked(**values)
 
 
 def active_params(facts: Facts) -> float:
     """Weights of the whole model of ``facts`` that a token meets, by the products that were counted."""
     tokens, units = facts.run.micro_batch * facts.run.sequence, facts.units
-    operators = (each for unit in units if unit.choices for each in unit.choices.operators)
-    attention = sum(each.work.flops for each in operators if not each.name.startswith("linear"))
+    operators = (op for unit in units if unit.choices for op in unit.choices.operators)
+    attention = sum(op.work.flops for op in operators if not op.name.startswith("linear"))
     looked_up = sum(unit.num_params for unit in units if unit.kind is UnitKind.EMBEDDING and not facts.run.tied)
     return min(facts.num_params, looked_up + (facts.run.forward_flops - attention) / 2 / tokens)
 
@@ -79,8 +79,8 @@ def lines(asked: Asked, params: float, again: float, peak: float | None, steps: 
         if peak and not rows:
             hours = flops / peak / asked.mfu / HOUR_S
             spent = "".join(f", {name} {number}" for name, number in _spent(asked, hours).items())
-            given = f"{hours / ranks / 24:.3g} days on {ranks:,} ranks, GPU-hours {hours:,.0f}{spent}"
-            yield f"at {asked.mfu:.0%} MFU: {given}"
+            words = f"{hours / ranks / 24:.3g} days on {ranks:,} ranks, GPU-hours {hours:,.0f}{spent}"
+            yield f"at {asked.mfu:.0%} MFU: {words}"
         days = asked.tokens / tokens * (seconds or 0.0) / HOUR_S / 24
         row = {"ranks": f"{ranks:,}", "tokens/step": f"{tokens:,}"}
         if seconds:
@@ -93,13 +93,13 @@ def lines(asked: Asked, params: float, again: float, peak: float | None, steps: 
 
 def _spent(asked: Asked, gpu_hours: float) -> dict[str, str]:
     """Cost and energy, if they are asked for."""
-    found = {"cost": gpu_hours * asked.price_per_gpu_hour, "kWh": gpu_hours * asked.power_watts / 1000}
-    return {name: f"{value:,.0f}" for name, value in found.items() if value}
+    amounts = {"cost": gpu_hours * asked.price_per_gpu_hour, "kWh": gpu_hours * asked.power_watts / 1000}
+    return {name: f"{amount:,.0f}" for name, amount in amounts.items() if amount}
 
 
 def _short(number: float) -> str:
     """``15B``."""
-    unit = next((unit for unit, each in MULTIPLES.items() if number >= each), "")
+    unit = next((unit for unit, multiple in MULTIPLES.items() if number >= multiple), "")
     return f"{number / MULTIPLES[unit]:.4g}{unit}"
 
 

@@ -93,14 +93,14 @@ def lines(
     plan = max(plans, key=lambda each: each.peak(Tier.DEVICE))
     lacking = missing(plan, budgets)
     head = [_title(plan, lacking), *_memory(plans, plan, budgets), _row("time per step", _step(plan))]
-    done = [_row(name, words) for name, words in effects(plan, asked).items()]
-    if len(done) > MOST_STRATEGIES:
-        rest = ", ".join(line.split()[0] for line in done[MOST_STRATEGIES - 1 :])
-        done = [*done[: MOST_STRATEGIES - 1], _row("and also", rest)]
+    effect_rows = [_row(name, words) for name, words in effects(plan, asked).items()]
+    if len(effect_rows) > MOST_STRATEGIES:
+        others = ", ".join(line.split()[0] for line in effect_rows[MOST_STRATEGIES - 1 :])
+        effect_rows = [*effect_rows[: MOST_STRATEGIES - 1], _row("and also", others)]
     edits = [] if lacking else [line.strip() for line in advice[:MOST_EDITS]]
     faster = [_row("faster with" if number == 0 else "", edit) for number, edit in enumerate(edits)]
-    room = MOST - 1 - len(head) - len(done) - len(faster)
-    return [*head, *done, *faster, *(_row("note", note) for note in notes[:room]), _row("more", more)]
+    room = MOST - 1 - len(head) - len(effect_rows) - len(faster)
+    return [*head, *effect_rows, *faster, *(_row("note", note) for note in notes[:room]), _row("more", more)]
 
 
 def missing(plan: Plan, budgets: Mapping[Tier, int]) -> dict[Tier, int]:
@@ -121,8 +121,8 @@ def _title(plan: Plan, lacking: Mapping[Tier, int]) -> str:
     answer = "it fits"
     if lacking:
         answer = "it does not fit: " + ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in lacking.items())
-        has = {Tier.DEVICE: facts.machine.device_bytes, Tier.HOST: facts.machine.host_bytes}
-        if all(plan.peak(tier) <= has[tier] for tier in lacking):
+        capacity = {Tier.DEVICE: facts.machine.device_bytes, Tier.HOST: facts.machine.host_bytes}
+        if all(plan.peak(tier) <= capacity[tier] for tier in lacking):
             answer = "it may fit, with less to spare than is safe"
     size = _count(run.model_params or facts.num_params)
     trained = "" if facts.num_trainable == facts.num_params else f", {_count(facts.num_trainable)} of them trained"
@@ -153,15 +153,15 @@ def _memory(plans: Sequence[Plan], plan: Plan, budgets: Mapping[Tier, int]) -> I
 
 
 def _step(plan: Plan) -> str:
-    found = simulated(plan)
-    if found is None:
+    cost = simulated(plan)
+    if cost is None:
         if plan.facts.machine.rates is None:
             return "not simulated: how fast this machine is was not measured; deepstow doctor --rates does that"
         return "not simulated for ranks that exchange gradients; deepstow search compares them"
-    rate = plan.facts.run.tokens_per_step / found.seconds
+    rate = plan.facts.run.tokens_per_step / cost.seconds
     return (
-        f"{found.seconds:.3g} s (simulated; rates: {found.rates}), {rate:,.0f} tokens/s; "
-        f"bound by {BINDS[found.binds]} ({found.share:.0%})"
+        f"{cost.seconds:.3g} s (simulated; rates: {cost.rates}), {rate:,.0f} tokens/s; "
+        f"bound by {BINDS[cost.binds]} ({cost.share:.0%})"
     )
 
 
@@ -178,41 +178,41 @@ def effects(plan: Plan, asked: Collection[str] = ()) -> dict[str, str]:
     for decision, by in plan.answers.values():
         if by != BASELINE:
             decided.setdefault(by, []).append(decision)
-    found = {name: words for name, some in decided.items() if (words := _effect(plan, some))}
+    by_name = {name: words for name, decisions in decided.items() if (words := _effect(plan, decisions))}
     if words := _recomputed(plan):
-        found["recompute"] = words
+        by_name["recompute"] = words
     if plan.facts.cut is not None:
         stages = plan.facts.run.stages
-        found[Axis.STAGES.value.split(".")[1]] = f"{stages} stages of layers, one behind the other, each on its ranks"
-    stowing = [name for name, some in decided.items() if any(isinstance(each, Stow) for each in some)]
-    ordered = {name: found[name] for name in (*stowing, *found) if name in found}
+        by_name[Axis.STAGES.value.split(".")[1]] = f"{stages} stages of layers, one behind the other, each on its ranks"
+    stowing = [name for name, decisions in decided.items() if any(isinstance(decision, Stow) for decision in decisions)]
+    ordered = {name: by_name[name] for name in (*stowing, *by_name) if name in by_name}
     return ordered | {name: f"nothing to do: {why}" for name, why in plan.idle.items() if name in asked}
 
 
 def _effect(plan: Plan, some: Sequence[Decision]) -> str:
     """What one strategy's decisions come to; empty if it is all part of what another one does."""
-    if any(isinstance(each, Stow) for each in some):
+    if any(isinstance(decision, Stow) for decision in some):
         assert plan.layout is not None
         return "; ".join(_stowed(plan, plan.layout))
-    if any(isinstance(each, Place) for each in some):
+    if any(isinstance(decision, Place) for decision in some):
         return ""
-    if divided := {each.kind: each.shards for each in some if isinstance(each, Share) and each.shards > 1}:
+    if divided := {share.kind: share.shards for share in some if isinstance(share, Share) and share.shards > 1}:
         kinds = dict.fromkeys(WORDS[kind] for kind in Kind if kind in divided)
         return f"each of {max(divided.values())} ranks holds its part of {_and(*kinds)}"
-    if chunks := [each for each in some if isinstance(each, Keep) and each.policy == CHUNKS]:
-        freed = sum(plan.facts.unit(each.unit).saved_bytes - each.saved_bytes for each in chunks)
+    if chunks := [keep for keep in some if isinstance(keep, Keep) and keep.policy == CHUNKS]:
+        freed = sum(plan.facts.unit(keep.unit).saved_bytes - keep.saved_bytes for keep in chunks)
         return f"the loss is computed by chunks, which frees {human(freed)} of the device"
-    reasons = (each.reason for each in some if not isinstance(each, Keep) and each.reason)
+    reasons = (decision.reason for decision in some if not isinstance(decision, Keep) and decision.reason)
     words = next(iter(dict.fromkeys(reasons)), "")
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 3]}..."
 
 
 def _stowed(plan: Plan, layout: Layout) -> Iterator[str]:
     """What rests on the host, and where weights are updated."""
-    held = Counter[str]()
-    for kind, what in WORDS.items():
-        held[what] += plan.total(kind, Tier.HOST)
-    parts = [f"{human(size)} of {what}" for what, size in held.items() if size]
+    totals = Counter[str]()
+    for kind, noun in WORDS.items():
+        totals[noun] += plan.total(kind, Tier.HOST)
+    parts = [f"{human(size)} of {noun}" for noun, size in totals.items() if size]
     where = "host and disk hold" if disk_bytes(layout) else "the host holds"
     yield f"{where} {_and(*parts)}" if parts else "all stays on the device"
     if (ranks := max(bucket.shards for bucket in layout.buckets)) > 1:

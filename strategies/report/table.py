@@ -21,5 +21,5 @@ def table(
     if markdown:
         padded.insert(1, ["-" * width for width in widths])
         return [f"| {' | '.join(line)} |" for line in padded]
-    made = ["  ".join(line).rstrip() for line in padded]
-    return [made[0], "-" * min(RULE, max(map(len, made))), *made[1:]]
+    text_lines = ["  ".join(line).rstrip() for line in padded]
+    return [text_lines[0], "-" * min(RULE, max(map(len, text_lines))), *text_lines[1:]]

@@ -60,8 +60,8 @@ class Account:
         first: dict[object, tuple[int, Part]] = {}
         for index, part in enumerate(model.parts(degrees.stages)):
             first.setdefault(model.key(part), (index, part))
-        found = [self.of_stage(degrees, index, part) for index, part in first.values()]
-        return Bytes(max(each.device for each in found), max(each.host for each in found))
+        stage_bytes = [self.of_stage(degrees, index, part) for index, part in first.values()]
+        return Bytes(max(stage.device for stage in stage_bytes), max(stage.host for stage in stage_bytes))
 
     def of_stage(self, degrees: Degrees, stage: int, part: Part) -> Bytes:
         """The bytes of a rank of one ``stage``, which holds ``part``."""
@@ -84,11 +84,11 @@ class Account:
         """Bytes that are always there, of gradients, and of the optimizer step."""
         plain, facts = self._models.plain(degrees), self._part(model, part)
         engine = () if plain else buffers(facts, degrees.zero, degrees.copies)
-        held = [*_messages(facts, degrees)] if plain else [(each.when, each.num_bytes) for each in engine]
+        by_when = [*_messages(facts, degrees)] if plain else [(reserve.when, reserve.num_bytes) for reserve in engine]
         sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
         grads = sizes.pop(Kind.GRAD)
-        whole, at_step = (sum(size for when, size in held if when is wanted) for wanted in When)
-        return whole + sum(sizes.values()), grads, at_step
+        always, at_step = (sum(size for when, size in by_when if when is moment) for moment in When)
+        return always + sum(sizes.values()), grads, at_step
 
     def _part(self, model: Model, part: Part) -> Facts:
         """The facts of a part; of its units only states and buffers are read."""
@@ -171,8 +171,8 @@ def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Ki
 
 def _lossy(facts: Facts, degrees: Degrees, tier: Tier) -> int:
     """Of what a lossy exchange keeps."""
-    found = () if degrees.exchange is None else lossy.reserves(degrees.exchanged(facts))
-    return sum(each.num_bytes for each in found if each.tier is tier)
+    reserves = () if degrees.exchange is None else lossy.reserves(degrees.exchanged(facts))
+    return sum(reserve.num_bytes for reserve in reserves if reserve.tier is tier)
 
 
 def _messages(facts: Facts, degrees: Degrees) -> Iterator[tuple[When, int]]:

@@ -82,12 +82,12 @@ class Degrees:
 def is_possible(degrees: Degrees, per_machine: int) -> bool:
     """Whether some engine could run it. What those of this project cannot run the strategies refuse (``keys.py``)."""
     d = degrees
-    across = any(each > 1 and per_machine % each for each in (d.tensor, d.sequence))  # these stay inside a machine
+    across = any(size > 1 and per_machine % size for size in (d.tensor, d.sequence))  # these stay inside a machine
     waiting = d.stages > 1 and d.zero >= 2  # these exchange at every micro-batch, which a pipeline does not wait for
-    whole = d.offload is Stowed.WEIGHTS and d.zero in (1, 2)  # these keep all weights on each device
-    apart = d.offload is Stowed.STATE and d.zero == 3  # its weights rest on the host with the state
+    replicated = d.offload is Stowed.WEIGHTS and d.zero in (1, 2)  # these keep all weights on each device
+    hosted = d.offload is Stowed.STATE and d.zero == 3  # its weights rest on the host with the state
     stowed = d.exchange is not None and d.offload is not Stowed.NOTHING
-    return not (across or waiting or whole or apart or stowed)
+    return not (across or waiting or replicated or hosted or stowed)
 
 
 # --- shares of the model ---------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ class Model:
         if part.start == 0 or part.end < len(self.facts.units) or not self.facts.run.tied:
             return units
         table, head = self.facts.units[0], units[-1]
-        whole, trained = head.num_params + table.num_params, head.num_trainable + table.num_trainable
-        return (*units[:-1], replace(head, num_params=whole, num_trainable=trained))
+        num_params, trained = head.num_params + table.num_params, head.num_trainable + table.num_trainable
+        return (*units[:-1], replace(head, num_params=num_params, num_trainable=trained))
 
     @cached_property
     def _parts(self) -> dict[int, list[Part]]:

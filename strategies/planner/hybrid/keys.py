@@ -35,9 +35,9 @@ def divided(
     Rows are divided only where a micro-batch has one: of two, half as many ranks per row would have as many tokens, and
     exchange less.
     """
-    here = [degree for degree in HERE if per_machine % degree == 0]
-    whole = [degree for degree in range(2, experts + 1) if ranks % degree == experts % degree == 0]
-    for name, degrees in zip(DIVIDING, (here, here, whole), strict=True):
+    in_machine = [degree for degree in HERE if per_machine % degree == 0]
+    expert_degrees = [degree for degree in range(2, experts + 1) if ranks % degree == experts % degree == 0]
+    for name, degrees in zip(DIVIDING, (in_machine, in_machine, expert_degrees), strict=True):
         sizes = [1] if name == "sequence" else micro_batches
         yield from ((name, [Size(size)._replace(**{name: degree}) for size in sizes]) for degree in degrees)
 
@@ -80,12 +80,12 @@ def read(tree: Tree, ranks: int) -> Degrees:
     """The degrees of a config on so many ``ranks``; of what is decided by its plan, the likely choice."""
     chosen, training = tree["strategies"], tree["training"]
     stages = chosen.get("pipeline", {}).get("stages", 1)
-    over = {name: chosen.get(name, {}).get("degree", 1) for name in DIVIDING}
+    degrees = {name: chosen.get(name, {}).get("degree", 1) for name in DIVIDING}
     policy = chosen.get("recompute", {}).get("policy", "full" if training.get("gradient_checkpointing") else "none")
     return Degrees(
         stages=stages,
-        **over,
-        data=ranks // stages // over["tensor"] // over["sequence"],
+        **degrees,
+        data=ranks // stages // degrees["tensor"] // degrees["sequence"],
         zero=chosen.get("zero", {}).get("stage", int("tensor" in chosen)),
         recompute="selective" if policy == "auto" else policy,
         offload=Stowed.STATE if "offload" in chosen else Stowed.NOTHING,
@@ -146,9 +146,9 @@ def _divided(degrees: Degrees) -> dict[str, Tree]:
 
 def _with(tree: Tree, chosen: Tree, training: Tree) -> Tree:
     """``tree`` with these strategies in place of all that the search decides."""
-    whole = tree["training"] | training
-    if whole.get("gradient_checkpointing"):
-        whole["gradient_checkpointing"] = False
-    whole.pop("activation_checkpointing", None)
+    settings = tree["training"] | training
+    if settings.get("gradient_checkpointing"):
+        settings["gradient_checkpointing"] = False
+    settings.pop("activation_checkpointing", None)
     others = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
-    return tree | {"training": whole, "strategies": others | chosen}
+    return tree | {"training": settings, "strategies": others | chosen}

@@ -54,8 +54,8 @@ class Found:
     @property
     def order(self) -> tuple[float, ...]:
         """The faster is better, then that which needs less memory; the rest makes the order definite."""
-        rest = (getattr(self.degrees, each.name) for each in fields(Degrees) if each.type == "int")
-        return self.price.seconds, self.bytes.device, self.bytes.host, *rest
+        numbers = (getattr(self.degrees, field.name) for field in fields(Degrees) if field.type == "int")
+        return self.price.seconds, self.bytes.device, self.bytes.host, *numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,29 +155,29 @@ class _Search:
 
     def answer(self) -> Answer:
         fitting: list[tuple[Degrees, Bytes]] = []
-        short: list[Lacking] = []
-        left: dict[str, Left] = {}
+        lacking: list[Lacking] = []
+        rules: dict[str, Left] = {}
         tried = 0
-        for whole in self._grid():
+        for on_grid in self._grid():
             # Recomputing or offloading more is never faster: what fits with less of one needs less of the other.
-            offloads, found = list(self._options.offloads), set[str]()
+            offloads, refused_keys = list(self._options.offloads), set[str]()
             for recompute in self._options.policies:
                 for index, offload in enumerate(offloads):
-                    degrees = replace(whole, recompute=recompute, offload=offload)
+                    degrees = replace(on_grid, recompute=recompute, offload=offload)
                     tried += 1
                     if not is_possible(degrees, self._cluster.per_machine):
                         continue
                     refusal = self._refused(degrees)
-                    if refusal is not None and refusal.key in found:
+                    if refusal is not None and refusal.key in refused_keys:
                         continue
                     need = self._account.of(degrees)
                     device, host = self._missing(need)
                     if max(device, host) > 0:
-                        short += [] if refusal else [Lacking(degrees, max(0, device), max(0, host))]
+                        lacking += [] if refusal else [Lacking(degrees, max(0, device), max(0, host))]
                     elif refusal is not None:
-                        found.add(refusal.key)
-                        one = Left(refusal, self._pricing.least(degrees))
-                        left[refusal.key] = min(left.get(refusal.key, one), one, key=lambda each: each.seconds)
+                        refused_keys.add(refusal.key)
+                        rule = Left(refusal, self._pricing.least(degrees))
+                        rules[refusal.key] = min(rules.get(refusal.key, rule), rule, key=lambda each: each.seconds)
                     else:
                         fitting.append((degrees, need))
                         del offloads[index:]
@@ -185,51 +185,51 @@ class _Search:
         found_best, priced = _best(fitting, self._pricing)
         best, firsts = self._weighed(found_best, fitting)
         exact, *lossy = (
-            next(iter(_best([each for each in fitting if each[0].exchange == how], self._pricing)[0]), None)
+            next(iter(_best([pair for pair in fitting if pair[0].exchange == how], self._pricing)[0]), None)
             for how in (None, *self._options.lossy)
         )
         return Answer(
             best=best,
-            lossy=tuple(each for each in lossy if each is not None),
+            lossy=tuple(way for way in lossy if way is not None),
             exact=exact if self._options.lossy else None,
             firsts=firsts,
             tried=tried,
             fitting=len(fitting),
             priced=priced,
-            nearest=tuple(islice(self._nearest(short, best[0].price.seconds if best else inf), NEAREST)),
-            left=tuple(sorted(left.values(), key=lambda each: each.seconds)),
+            nearest=tuple(islice(self._nearest(lacking, best[0].price.seconds if best else inf), NEAREST)),
+            left=tuple(sorted(rules.values(), key=lambda each: each.seconds)),
         )
 
     def _nearest(self, short: Sequence[Lacking], than: float) -> Iterator[Lacking]:
         """Those that could take less time ``than`` what fits, that which lacks least first; of each kind one."""
-        least: dict[object, Lacking] = {}
-        for each in sorted(short, key=lambda each: each.device + each.host):
-            least.setdefault(_kind(each.degrees), each)
-        return (each for each in least.values() if than == inf or self._pricing.least(each.degrees) < than)
+        by_kind: dict[object, Lacking] = {}
+        for lacking in sorted(short, key=lambda each: each.device + each.host):
+            by_kind.setdefault(_kind(lacking.degrees), lacking)
+        return (lacking for lacking in by_kind.values() if than == inf or self._pricing.least(lacking.degrees) < than)
 
     def _grid(self) -> Iterator[Degrees]:
         """Everything that uses all ranks and the whole batch, can it be run or not; without recompute and offload."""
         ranks = self._cluster.ranks
         for size in self._models.sizes:
             together = size.tensor * size.sequence
-            most = max(1, self._whole.blocks) if size.sequence == size.experts == 1 else 1
+            most_stages = max(1, self._whole.blocks) if size.sequence == size.experts == 1 else 1
             for stages in divisors(ranks // together, ranks) if ranks % together == 0 else ():
                 data = ranks // together // stages
-                if stages > most or self._sequences % (data * size.micro_batch):
+                if stages > most_stages or self._sequences % (data * size.micro_batch):
                     continue
                 shape = Degrees(stages=stages, data=data, **size._asdict())
                 levels = range(4) if shape.copies > 1 else range(2) if size.tensor > 1 else range(1)
                 micro_batches = self._sequences // (data * size.micro_batch)
                 for zero in levels:
-                    found = replace(shape, zero=zero, micro_batches=micro_batches)
-                    yield found
+                    degrees = replace(shape, zero=zero, micro_batches=micro_batches)
+                    yield degrees
                     if data == ranks > 1 and zero == 0 and size.experts == 1 and self._models.torchs:
-                        yield from (replace(found, exchange=each) for each in self._options.lossy)
+                        yield from (replace(degrees, exchange=exchange) for exchange in self._options.lossy)
 
     def _missing(self, need: Bytes) -> tuple[int, int]:
         """Bytes beyond what may be used of the device and of the host; at most 0: it fits."""
-        machine, given = self._machine, self._options.device_bytes
-        budget = device_budget(machine) if given is None else given
+        machine, asked_bytes = self._machine, self._options.device_bytes
+        budget = device_budget(machine) if asked_bytes is None else asked_bytes
         if not machine.has_accelerator:  # its device is its host
             return need.device + need.host - machine.runtime_host_bytes - budget, 0
         return need.device - budget, need.host - int(SHARE * machine.host_bytes)
@@ -239,29 +239,29 @@ class _Search:
     ) -> tuple[tuple[Found, ...], tuple[Found, ...]]:
         """The best with what they would take if the network is otherwise, and what would be first then."""
         others = [self._priced_on(cluster) for cluster in self._cluster.either_way()] if best else []
-        firsts = tuple(_best(fitting, other)[0][0] for other in others)
-        between = [tuple(other.price(found.degrees).seconds for other in others) for found in best]
+        firsts = tuple(_best(fitting, pricing)[0][0] for pricing in others)
+        between = [tuple(pricing.price(plan.degrees).seconds for pricing in others) for plan in best]
         moving = {0} if any(first.degrees != best[0].degrees for first in firsts) else set[int]()
-        for one, other in combinations(range(len(best)), 2):
-            for ends in zip(between[one], between[other], strict=True):
+        for index, other in combinations(range(len(best)), 2):
+            for ends in zip(between[index], between[other], strict=True):
                 if ends[0] > ends[1]:  # they change places, and the cause is the one that moves more
-                    moved = [abs(end - best[at].price.seconds) for end, at in zip(ends, (one, other), strict=True)]
-                    moving.add(one if moved[0] > moved[1] else other)
-        weighed = (replace(found, between=between[at], settled=at not in moving) for at, found in enumerate(best))
+                    moved = [abs(end - best[at].price.seconds) for end, at in zip(ends, (index, other), strict=True)]
+                    moving.add(index if moved[0] > moved[1] else other)
+        weighed = (replace(plan, between=between[at], settled=at not in moving) for at, plan in enumerate(best))
         return tuple(weighed), firsts
 
 
 def _best(fitting: Sequence[tuple[Degrees, Bytes]], pricing: Pricing) -> tuple[list[Found], int]:
     """The best by price, and how many were priced: in the order of lower bounds, until these exceed the last."""
-    found: list[Found] = []
+    best: list[Found] = []
     priced = 0
     bounds = [pricing.least(degrees) for degrees, _ in fitting]
-    for least, (degrees, need) in sorted(zip(bounds, fitting, strict=True), key=lambda each: each[0]):
-        if len(found) == BEST and least * (1 - ROUNDING) > found[-1].price.seconds:
+    for bound, (degrees, need) in sorted(zip(bounds, fitting, strict=True), key=lambda each: each[0]):
+        if len(best) == BEST and bound * (1 - ROUNDING) > best[-1].price.seconds:
             break
         priced += 1
-        found = sorted([*found, Found(degrees, need, pricing.price(degrees))], key=lambda each: each.order)[:BEST]
-    return found, priced
+        best = sorted([*best, Found(degrees, need, pricing.price(degrees))], key=lambda each: each.order)[:BEST]
+    return best, priced
 
 
 def _kind(degrees: Degrees) -> object:

@@ -84,8 +84,8 @@ def last_backwards(stages: Sequence[StageSeconds], micro_batches: int) -> list[f
     arrived: dict[tuple[int, bool, int], float] = {}
     for task in in_order(count, micro_batches):
         stage, backward, number = task
-        own, to = stages[stage], stage - 1 if backward else stage + 1
-        ended = timeline.add(stage, own.backward if backward else own.forward, arrived.pop(task, 0.0))
+        seconds, to = stages[stage], stage - 1 if backward else stage + 1
+        ended = timeline.add(stage, seconds.backward if backward else seconds.forward, arrived.pop(task, 0.0))
         if 0 <= to < count:
             send = stages[min(stage, to)].send
             arrived[to, backward, number] = timeline.add((stage, to), send, ended)
@@ -94,12 +94,12 @@ def last_backwards(stages: Sequence[StageSeconds], micro_batches: int) -> list[f
 
 def least_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
     """No schedule is faster: a stage waits for the first micro-batch, does all, and the last one has to go back."""
-    found = before = 0.0
+    bound = started = 0.0
     for stage in stages:
-        own = stage.forward + stage.backward
-        found = max(found, before + micro_batches * own)
-        before += own + 2 * stage.send
-    return found
+        busy = stage.forward + stage.backward
+        bound = max(bound, started + micro_batches * busy)
+        started += busy + 2 * stage.send
+    return bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class Price:
         """What takes most, and what besides compute takes most."""
         shares = {name: seconds / self.seconds for name, seconds in self.parts.items()}
         named = sorted(shares, key=lambda name: -shares[name])
-        first = named[1] if named[0] == COMPUTE else ""
-        return f"{named[0]} {shares[named[0]]:.0%}" + (f", {first} {shares[first]:.0%}" if first else "")
+        beside = named[1] if named[0] == COMPUTE else ""
+        return f"{named[0]} {shares[named[0]]:.0%}" + (f", {beside} {shares[beside]:.0%}" if beside else "")
 
 
 COMPUTE = "compute"
@@ -175,7 +175,7 @@ class Pricing:
         """The price of each stage."""
         model = self._models.of(degrees)
         parts = model.parts(degrees.stages)
-        found, ranks = [], degrees.tensor * degrees.copies
+        prices, ranks = [], degrees.tensor * degrees.copies
         size = boundary_bytes(model.facts.run)
         for index, part in enumerate(parts):
             key = (degrees, model.key(part))
@@ -183,8 +183,8 @@ class Pricing:
                 self._stages_of[key] = self._stage(degrees, model, part)
             price = self._stages_of[key]
             send = self._cluster.send_seconds(size, index, ranks) if index + 1 < len(parts) else 0.0
-            found.append(replace(price, seconds=replace(price.seconds, send=send)))
-        return found
+            prices.append(replace(price, seconds=replace(price.seconds, send=send)))
+        return prices
 
     def least(self, degrees: Degrees) -> float:
         """Not more than what ``price`` finds, in no time."""
@@ -229,8 +229,8 @@ class Pricing:
 
         def gather(num_bytes: float) -> float:
             of_experts = num_bytes * apart / trained if apart else 0.0
-            some = self._cluster.gather_seconds(of_experts, alike, degrees.experts, messages) if apart else 0.0
-            return some + self._cluster.gather_seconds(num_bytes - of_experts, copies, degrees.tensor, messages)
+            experts_s = self._cluster.gather_seconds(of_experts, alike, degrees.experts, messages) if apart else 0.0
+            return experts_s + self._cluster.gather_seconds(num_bytes - of_experts, copies, degrees.tensor, messages)
 
         forward, backward = forward + reduced[0], backward + again + reduced[1]
         arriving = gather(weights) if degrees.zero == 3 else 0.0
@@ -272,43 +272,43 @@ class Pricing:
         """Seconds in which weights that rest on the host come up, once."""
         if degrees.offload is not Stowed.WEIGHTS:
             return 0.0
-        own = weights / (degrees.copies if degrees.zero == 3 else 1)
-        return max(own / self._rates.up_bytes_per_s, own / self._rates.dram_bytes_per_s)
+        num_bytes = weights / (degrees.copies if degrees.zero == 3 else 1)
+        return max(num_bytes / self._rates.up_bytes_per_s, num_bytes / self._rates.dram_bytes_per_s)
 
     def _sums(self, degrees: Degrees, model: Model) -> list[list[float]]:
         """Sums along the units of the model, of seconds for one micro-batch: forward, backward, what is repeated, and
         exchanges inside layers of both passes.
         """
-        given, precision = model.facts, model.facts.run.precision
-        facts = replace(given, run=replace(given.run, slices=1))  # these are counted beside the operations
+        original, precision = model.facts, model.facts.run.precision
+        facts = replace(original, run=replace(original.run, slices=1))  # these are counted beside the operations
         plain = (trained_seconds if self._trained else unit_seconds)(
             replace(facts, units=tuple(replace(unit, again=Work()) for unit in facts.units)), self._rates
         )
         again = [self._again.seconds(by_policy(unit, degrees.recompute).again, precision) for unit in facts.units]
         exchanging, size = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}, boundary_bytes(facts.run)
         if degrees.sequence > 1:
-            one = slices_seconds(given, self._rates)
-            passes = one, one * (1 + (degrees.recompute != "none"))
+            exchange_s = slices_seconds(original, self._rates)
+            passes = exchange_s, exchange_s * (1 + (degrees.recompute != "none"))
         elif degrees.experts > 1:
             machine = replace(facts.machine, rates=self._rates, ranks=self._cluster.per_machine)
             experts = [param for param in facts.params if param.name != param.unit]
-            found = exchanges_of(replace(facts, machine=machine), experts, degrees.experts, None)
+            exchanges = exchanges_of(replace(facts, machine=machine), experts, degrees.experts, None)
             exchanging = {param.unit for param in experts}
             # Selective recomputation keeps products, so the second exchange has none beside it.
-            repeated = {"none": 0.0, FULL: found.exposed(1)}.get(degrees.recompute, found.alone)
-            passes = found.exposed(1), found.exposed(2) + repeated
+            repeated = {"none": 0.0, FULL: exchanges.exposed(1)}.get(degrees.recompute, exchanges.alone)
+            passes = exchanges.exposed(1), exchanges.exposed(2) + repeated
         elif facts.run.in_slices and degrees.tensor > 1:
-            one = self._cluster.gather_seconds(size, degrees.tensor)
-            more = {"none": 0, FULL: 3}.get(degrees.recompute, 2)
-            passes = 4 * one, (6 + more) * one
+            exchange_s = self._cluster.gather_seconds(size, degrees.tensor)
+            repeats = {"none": 0, FULL: 3}.get(degrees.recompute, 2)
+            passes = 4 * exchange_s, (6 + repeats) * exchange_s
         else:
-            first, back, more = facts.run.sums
+            forward_sums, backward_sums, repeats = facts.run.sums
             once = self._cluster.all_reduce_seconds(size, degrees.tensor)
-            passes = first * once, (back + more * (degrees.recompute == FULL)) * once
-        forward, backward = ([one * (unit.name in exchanging) for unit in facts.units] for one in passes)
+            passes = forward_sums * once, (backward_sums + repeats * (degrees.recompute == FULL)) * once
+        forward, backward = ([seconds * (unit.name in exchanging) for unit in facts.units] for seconds in passes)
         columns = (
-            [one for one, _ in plain],
-            [one for _, one in plain],
+            [seconds for seconds, _ in plain],
+            [seconds for _, seconds in plain],
             again,
             forward,
             backward,
