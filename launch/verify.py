@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepstow.launch import cli
 from deepstow.launch.shipped import load
@@ -19,7 +20,9 @@ from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import LOSSY
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.errors import ExitCode, write_line
-from deepstow.trainer.verify.verify import Check, Difference
+
+if TYPE_CHECKING:
+    from deepstow.trainer.verify.verify import Check, Difference
 
 NOTHING = "so nothing is shown about strategies.offload"
 
