@@ -168,9 +168,9 @@ def report(error: UserError) -> None:
     """
     if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         message = printable_lines("\n".join(["", *error.lines, *error.more()]))
-        said = json.dumps({"message": message, "timestamp": int(time.time())})
+        content = json.dumps({"message": message, "timestamp": int(time.time())})
         with suppress(OSError):
-            Path(file).write_text(said)
+            Path(file).write_text(content)
             return
     write_line("\n".join(error.lines), sys.stderr)
     for line in error.more():
@@ -191,7 +191,7 @@ def write_line(line: str, stream: TextIO | None = None) -> None:
     try:
         text = printable_lines(line)
         if WARNING in text and (stream or sys.stdout).isatty():
-            text = "\n".join(f"{BOLD}{one}{PLAIN}" if one.startswith(WARNING) else one for one in text.split("\n"))
+            text = "\n".join(f"{BOLD}{row}{PLAIN}" if row.startswith(WARNING) else row for row in text.split("\n"))
         print(text, file=stream, flush=True)
     except OSError:
         let_go()
@@ -227,8 +227,8 @@ def nearest_file(path: Path) -> str:
 
 def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def kind(value: object) -> str:

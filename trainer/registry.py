@@ -88,14 +88,14 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Of the tree and of installed packages; the latter are not imported."""
-        return (*self, *sorted({each.name for each in self._entries} - {*self}))
+        return (*self, *sorted({entry.name for entry in self._entries} - {*self}))
 
     def found(self, name: str, folders: Sequence[Path] = ()) -> T:
         """The thing of a name or ``module:Class``, looked for in these ``folders`` first. Raise Unusable."""
-        claims = [each for each in self._entries if each.name == name]
+        claims = [entry for entry in self._entries if entry.name == name]
         if len(claims) + (name in self) > 1:
             who = ["deepstow"] * (name in self)
-            who += [f"{each.dist.name if each.dist else '?'} ({each.value})" for each in claims]
+            who += [f"{claim.dist.name if claim.dist else '?'} ({claim.value})" for claim in claims]
             raise Unusable(f"{' and '.join(who)} claim it; uninstall one, or write module:Class of the one meant")
         if name in self:
             return self[name]
@@ -107,9 +107,9 @@ class Registry(Mapping[str, T], Generic[T]):
 def outside(base: type[T], name: str, reference: str, folders: tuple[Path, ...]) -> T:
     """The thing that ``module:Class`` names, as a ``base`` of this ``name``. Raise Unusable."""
     kind = guarded(checked(class_of(reference, folders), base), base, name)
-    made: Any = {"name": name, "code": code_of(kind)}
-    made["__reduce__"] = lambda self: (outside, (base, name, reference, folders))  # for processes that are spawned
-    for key, value in made.items():
+    members: Any = {"name": name, "code": code_of(kind)}
+    members["__reduce__"] = lambda self: (outside, (base, name, reference, folders))  # for processes that are spawned
+    for key, value in members.items():
         setattr(kind, key, value)
     try:
         return kind()
@@ -137,16 +137,16 @@ def imported(name: str, folders: Sequence[Path] = ()) -> ModuleType:
         if name.endswith(".py"):
             raise Unusable(f"there is no file {written}")
         return import_module(name)
-    known = str(files[0])
-    if known in sys.modules:
-        return sys.modules[known]
-    spec = spec_from_file_location(known, files[0])
+    module_name = str(files[0])
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = spec_from_file_location(module_name, files[0])
     assert spec is not None and spec.loader is not None, "it ends in .py"
-    module = sys.modules[known] = module_from_spec(spec)
+    module = sys.modules[module_name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[known]
+        del sys.modules[module_name]
         raise
     return module
 
@@ -162,8 +162,8 @@ def named(reference: str, folders: Sequence[Path] = ()) -> Any:
         where = "from the folder of the config, that of the command, or by Python"
         raise Unusable(f"{module_name} cannot be imported {where}: {first_line(error)}{place(error)}") from None
     if not hasattr(module, name):
-        known = [other for other, value in vars(module).items() if callable(value)]
-        raise Unusable(f"{module_name} has no {name}{nearest(name, known)}")
+        functions = [function for function, value in vars(module).items() if callable(value)]
+        raise Unusable(f"{module_name} has no {name}{nearest(name, functions)}")
     return getattr(module, name)
 
 
@@ -196,16 +196,16 @@ def checked(kind: type, base: type[T]) -> type[T]:
 
 
 def _shown(method: Callable[..., Any]) -> str:
-    kept = list(inspect.signature(method).parameters.values())[1:]
-    return str(inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in kept]))
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return str(inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]))
 
 
 def _takes(theirs: Callable[..., Any], ours: Callable[..., Any]) -> bool:
     """Whether a method can be called as ``ours`` is."""
-    given = inspect.signature(ours).parameters.values()
-    values = [None for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
-    by_name = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
-    if any(each.kind is each.VAR_KEYWORD for each in given):
+    parameters = inspect.signature(ours).parameters.values()
+    values = [None for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    by_name = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         by_name["anything"] = None
     try:
         inspect.signature(theirs).bind(*values, **by_name)
@@ -219,9 +219,9 @@ def guarded(kind: type[T], base: type, name: str) -> type[T]:
     ``name`` of the thing, but for what the user is told already.
     """
     methods = {
-        each: _guard(inspect.getattr_static(kind, each), name)
-        for each, ours in vars(base).items()
-        if inspect.isfunction(ours) and not each.startswith("_") and inspect.getattr_static(kind, each) is not ours
+        method: _guard(inspect.getattr_static(kind, method), name)
+        for method, ours in vars(base).items()
+        if inspect.isfunction(ours) and not method.startswith("_") and inspect.getattr_static(kind, method) is not ours
     }
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**same, **methods})
@@ -256,10 +256,10 @@ def place(error: BaseException) -> str:
     """`` (file.py:12)``, where an error of code from outside was raised: the innermost line that is of no library."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     libraries = ("site-packages", "<frozen", sysconfig.get_path("stdlib"))
-    own = [each for each in frames if not any(part in each.filename for part in libraries)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    own_frames = [frame for frame in frames if not any(library in frame.filename for library in libraries)]
+    return f" ({own_frames[-1].filename}:{own_frames[-1].lineno})" if own_frames else ""
 
 
 def code_of(kind: type) -> str:
@@ -270,4 +270,4 @@ def code_of(kind: type) -> str:
 
 def codes(things: Iterable[Any]) -> dict[str, str]:
     """The hash of the file of each thing from outside, by the name that the config has for it."""
-    return {each.name: each.code for each in things if getattr(each, "code", None)}
+    return {thing.name: thing.code for thing in things if getattr(thing, "code", None)}

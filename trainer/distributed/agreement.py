@@ -43,17 +43,17 @@ class Agreement:
         """Whether any rank says yes; a collective."""
         if self._group is None:
             return flag
-        said = torch.tensor(int(flag))
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
-        return bool(said.item())
+        flagged = torch.tensor(int(flag))
+        dist.all_reduce(flagged, dist.ReduceOp.MAX, group=self._group)
+        return bool(flagged.item())
 
     def gathered(self, value: T) -> list[T]:
         """What each rank says; a collective."""
         if self._group is None:
             return [value]
-        said = [value] * dist.get_world_size(self._group)
-        dist.all_gather_object(said, value, group=self._group)
-        return said
+        values = [value] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def on_first(self, work: Callable[[], T]) -> T:
         """What ``work`` returns, or the UserError that it raises, on the first rank, on all of them; a collective."""
@@ -65,16 +65,16 @@ class Agreement:
         """
         if self._group is None:
             return [work()]
-        mine: tuple[Any, ...] = ()  # or what was returned, or the lines and the code of an error
+        own_result: tuple[Any, ...] = ()  # or what was returned, or the lines and the code of an error
         try:
-            mine = (work(),) if does else ()
+            own_result = (work(),) if does else ()
         except UserError as error:
-            mine = (error.lines, error.code)
-        said: list[Any] = self.gathered(mine)
-        for each in said:
-            if len(each) > 1:
-                raise _Told(*each)
-        return [each[0] for each in said if each]
+            own_result = (error.lines, error.code)
+        results: list[Any] = self.gathered(own_result)
+        for result in results:
+            if len(result) > 1:
+                raise _Told(*result)
+        return [result[0] for result in results if result]
 
     def refuse_different(self, config: Mapping[str, Any]) -> None:
         """Raise ConfigError, naming keys and values, if ranks have other configs (as dotted keys); a collective."""
@@ -95,9 +95,9 @@ def differences(configs: list[Mapping[str, str]]) -> str:
     shown = []
     for key in sorted(set().union(*configs)):
         values = [config.get(key, "not set") for config in configs]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            shown.append(f"{key} = {values[0]} on rank 0, {values[other]} on rank {other}")
+        differing = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if differing is not None:
+            shown.append(f"{key} = {values[0]} on rank 0, {values[differing]} on rank {differing}")
     return (
         f"the ranks were started with different configs: {'; '.join(shown)}; start all with the same file and overrides"
     )
@@ -110,12 +110,12 @@ def agreement(ranks: Ranks, timeout_s: int) -> Iterator[Agreement]:
         yield Agreement()
         return
     opened = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    made = Agreement(opened)
+    meeting = Agreement(opened)
     dist.barrier(group=opened)  # who has nothing to agree on would close it while others still connect
     try:
-        yield made
+        yield meeting
     finally:
-        group, made._group = made._group, None
+        group, meeting._group = meeting._group, None
         dist.destroy_process_group(group)
 
 
@@ -124,7 +124,7 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
 
     The others wait for a week, since tokenising can take hours. An error on any machine is raised on every rank.
     """
-    made: list[T] = []
+    results: list[T] = []
     with agreement(ranks, WEEK_S) as together:
-        together.by_some(ranks.is_first_local, lambda: made.append(work()))
-    return made[0] if made else work()
+        together.by_some(ranks.is_first_local, lambda: results.append(work()))
+    return results[0] if results else work()

@@ -96,13 +96,13 @@ def _delete_abandoned(files: Iterable[Path], age_s: float) -> None:
 
     Not younger ones: who has made one may have started after the processes were listed.
     """
-    old: dict[Path, int] = {}
+    old_files: dict[Path, int] = {}
     for file in files:
         with suppress(OSError):  # its owner has just removed it
-            if time.time() - (found := file.stat()).st_mtime > age_s:
-                old[file] = found.st_ino
-    opened = _opened() if old else set()
-    for file, number in old.items():
+            if time.time() - (status := file.stat()).st_mtime > age_s:
+                old_files[file] = status.st_ino
+    opened = _opened() if old_files else set()
+    for file, number in old_files.items():
         with suppress(OSError):
             if file.resolve() not in opened and file.stat().st_ino == number:
                 file.unlink()

@@ -69,7 +69,7 @@ class ExitFile:
             return
         if self.lock is not None and _content(folder / LOCK) not in ("", self.lock):
             return
-        about = {
+        fields = {
             "code": int(code),
             "meaning": MEANINGS.get(code, f"ended at once by signal {code - 128}, the second one"),
             "step": self.step,
@@ -79,13 +79,13 @@ class ExitFile:
             "pid": os.getpid(),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        said, drafts = json.dumps(about, indent=1) + "\n", [folder / f".{NAME}-{secrets.token_hex(4)}"]
+        text, drafts = json.dumps(fields, indent=1) + "\n", [folder / f".{NAME}-{secrets.token_hex(4)}"]
         if code not in FOLLOWS:
             drafts.append(folder / ROOM)
         for draft in drafts:
             with suppress(OSError):
                 with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
-                    file.write(said)
+                    file.write(text)
                 _put(draft, folder / NAME, code, anew=self.lock is None)
                 break
         for draft in drafts:
@@ -151,7 +151,7 @@ def _in_use(lock: Path) -> bool:
     try:
         if not lock.exists():
             return _is_locked(lock.parent)
-        found = json.loads(lock.read_bytes()) if lock.is_file() else {}
-        return bool(found["host"] != socket.gethostname() or lives(found["pid"], found["start"]))
+        holder = json.loads(lock.read_bytes()) if lock.is_file() else {}
+        return bool(holder["host"] != socket.gethostname() or lives(holder["pid"], holder["start"]))
     except (OSError, ValueError, KeyError, TypeError):
         return True

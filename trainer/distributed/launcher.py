@@ -73,12 +73,12 @@ def run(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
     with _passing_on(ranks):
         for rank in range(num_ranks):
-            own = describe(Ranks(rank, rank, num_ranks, num_ranks)) | {"MASTER_PORT": port}
+            environment = describe(Ranks(rank, rank, num_ranks, num_ranks)) | {"MASTER_PORT": port}
             try:
-                ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
+                ranks.append(subprocess.Popen(command, env={**os.environ, **environment}))
             except OSError as error:
-                for each in ranks:
-                    each.kill()
+                for process in ranks:
+                    process.kill()
                 raise ConfigError(f"--ranks {num_ranks}: rank {rank} cannot be started: {error.strerror}") from None
         return _wait(ranks)
 
@@ -88,32 +88,32 @@ def _passing_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Inside, signals go to every rank; those that were ignored stay so, here and there."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        for each in ranks:
-            each.send_signal(number)
+        for process in ranks:
+            process.send_signal(number)
 
-    former: dict[signal.Signals, Any] = {
-        each: signal.signal(each, pass_on) for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN
+    handlers: dict[signal.Signals, Any] = {
+        sig: signal.signal(sig, pass_on) for sig in PASSED_ON if signal.getsignal(sig) is not signal.SIG_IGN
     }
     try:
         yield
     finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)
+        for sig, handler in handlers.items():
+            signal.signal(sig, handler)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all have ended. Once one has failed the others are asked to end, then made to."""
     cause, deadline_s = 0, float("inf")
     while True:
-        codes = [each.poll() for each in ranks]
+        codes = [process.poll() for process in ranks]
         failed = sorted((code for code in codes if code), key=FOLLOWS.__contains__)
         if failed and not cause:
             cause, deadline_s = failed[0], time.monotonic() + PATIENCE_S
-            for each in ranks:
-                each.terminate()
+            for process in ranks:
+                process.terminate()
         if None not in codes:
             return cause if cause >= 0 else 128 - cause
         if time.monotonic() > deadline_s:
-            for each in ranks:
-                each.kill()
+            for process in ranks:
+                process.kill()
         time.sleep(LOOK_S)

@@ -226,12 +226,12 @@ def _store(ranks: Ranks, timeout: timedelta) -> Any:
         return dist.HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher has opened it
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    more = {"is_master": ranks.is_first, "timeout": timeout}
+    options = {"is_master": ranks.is_first, "timeout": timeout}
     if ranks.is_local:
         handle = listening(port) if ranks.is_first else None
-        return dist.TCPStore(LOOPBACK, port, ranks.world_size, master_listen_fd=handle, **more)
+        return dist.TCPStore(LOOPBACK, port, ranks.world_size, master_listen_fd=handle, **options)
     try:
-        return dist.TCPStore(host, port, ranks.world_size, multi_tenant=True, **more)
+        return dist.TCPStore(host, port, ranks.world_size, multi_tenant=True, **options)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise

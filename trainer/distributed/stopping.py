@@ -65,13 +65,13 @@ KEYBOARD = signal.SIGINT.name
 
 def launchers() -> list[tuple[int, float]]:
     """Pid and start of the launchers that this process descends from: its parent first, each the child of the next."""
-    found: list[tuple[int, float]] = []
+    chain: list[tuple[int, float]] = []
     with suppress(psutil.Error):
         for parent in psutil.Process().parents()[:LONGEST_CHAIN]:
             if not is_launcher(parent.cmdline()):
                 break
-            found.append((parent.pid, parent.create_time()))
-    return found
+            chain.append((parent.pid, parent.create_time()))
+    return chain
 
 
 def one_is_gone(chain: Sequence[tuple[int, float]]) -> bool:
@@ -148,8 +148,8 @@ class Stop:
         for end in (ours, interpreters):
             end.setblocking(False)
         former_fd = signal.set_wakeup_fd(interpreters.fileno(), warn_on_full_buffer=False)
-        ignored = {each for each in TERMINALS if signal.getsignal(each) is signal.SIG_IGN}
-        self._former = {each: signal.signal(each, self._handle) for each in SIGNALS if each not in ignored}
+        ignored = {sig for sig in TERMINALS if signal.getsignal(sig) is signal.SIG_IGN}
+        self._former = {sig: signal.signal(sig, self._handle) for sig in SIGNALS if sig not in ignored}
         _default_in_children(self)
         thread = threading.Thread(target=self._listen, args=(ours,), name="stopping", daemon=True)
         thread.start()
@@ -167,8 +167,8 @@ class Stop:
     def leave(self) -> None:
         """Nothing is left to be saved: from here on signals end the process as they do without us."""
         self._over.set()
-        for each, former in self._former.items():
-            signal.signal(each, former)
+        for sig, handler in self._former.items():
+            signal.signal(sig, handler)
         self._former = {}
 
     def wait(self, seconds_s: float) -> None:
@@ -253,8 +253,8 @@ def _default_in_children(stop: Stop) -> None:
     def default() -> None:
         if (live := reference()) is not None and live._former:
             signal.set_wakeup_fd(-1)
-            for each in live._former:
-                signal.signal(each, signal.SIG_IGN if each in TERMINALS else signal.SIG_DFL)
+            for sig in live._former:
+                signal.signal(sig, signal.SIG_IGN if sig in TERMINALS else signal.SIG_DFL)
             live._former = {}
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -104,9 +104,9 @@ class Watchdog:
         self._told: str | None = None
         self._where = ""
         self._over = threading.Event()
-        own = os.getpid()
-        self._beat = Beat(0, self.doing, own, socket.gethostname(), started_at(own) or 0.0)
-        self._peers = [Peer(other) for other in (range(world_size) if rank == 0 else [0]) if other != rank]
+        pid = os.getpid()
+        self._beat = Beat(0, self.doing, pid, socket.gethostname(), started_at(pid) or 0.0)
+        self._peers = [Peer(peer) for peer in (range(world_size) if rank == 0 else [0]) if peer != rank]
         self._store = store.clone()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
@@ -172,8 +172,8 @@ class Watchdog:
     def _fault(self, now_s: float) -> str | None:
         for peer in self._peers:
             beat = peer.beat
-            there = beat is None or beat.host != self._beat.host or lives(beat.pid, beat.start)
-            if fault := peer.fault(now_s, self.timeout_s, is_there=there):
+            is_there = beat is None or beat.host != self._beat.host or lives(beat.pid, beat.start)
+            if fault := peer.fault(now_s, self.timeout_s, is_there=is_there):
                 return fault
         return None
 

@@ -23,21 +23,21 @@ def execution_of(plan: Plan, model: Any, stage: Stage | None) -> Execution:
     """What trains ``model``, or a ``stage`` of it; a collective."""
     run = plan.facts.run
     exchange = two_level.exchange_of(plan)
-    found: Execution
+    execution: Execution
     if plan.layout is not None:
-        found = Stowed(run.grid)
+        execution = Stowed(run.grid)
     elif plan.engine():
-        found = Zero(run.grid, run.max_grad_norm if deepspeed.torch_clips(plan) else None, exchange)
+        execution = Zero(run.grid, run.max_grad_norm if deepspeed.torch_clips(plan) else None, exchange)
     else:
-        found = Execution(run.grid)
+        execution = Execution(run.grid)
         if exchange is not None:
-            found = TwoLevel(found, exchange)
+            execution = TwoLevel(execution, exchange)
     if stage is not None:
-        found = Pipeline(found, stage, plan)
+        execution = Pipeline(execution, stage, plan)
     elif run.grid.tensor > 1:
-        found = TensorParallel(found)
+        execution = TensorParallel(execution)
     if (parts := expert_parts.of(model)) is not None:
-        found = Experts(found, parts)
+        execution = Experts(execution, parts)
     if (compressed := exchange_of(run.compression)) is not None:
-        found = Exchanging(found, compressed)
-    return Sliced(found) if run.slices > 1 else found
+        execution = Exchanging(execution, compressed)
+    return Sliced(execution) if run.slices > 1 else execution

@@ -92,7 +92,7 @@ class Pipeline(Around):
             trainer = self._trainer
             trainer.model.train()
             self._drawn = 0
-            batches = [send_to_device(dict(each), trainer.args.device) for each in self._batches]
+            batches = [send_to_device(dict(micro_batch), trainer.args.device) for micro_batch in self._batches]
             self._losses = list(self.pipeline.step(batches, partial(self._loss_of, num_items)).unbind())
             if self.stowed is None:
                 self.gradients.complete()
@@ -109,8 +109,8 @@ class Pipeline(Around):
         with trainer.compute_loss_context_manager(), self._own_numbers():
             loss: Any = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=num_items)
         is_mean = num_items is None or not trainer.model_accepts_loss_kwargs
-        found: Tensor = loss / len(self._batches) if is_mean and trainer.compute_loss_func is None else loss
-        return found
+        scaled: Tensor = loss / len(self._batches) if is_mean and trainer.compute_loss_func is None else loss
+        return scaled
 
     @contextmanager
     def _around_part(self) -> Iterator[None]:
@@ -144,16 +144,16 @@ class Pipeline(Around):
         trainer = self._trainer
         inputs = send_to_device(inputs, trainer.args.device)
         labels = inputs["labels"]
-        rest = {key: value for key, value in inputs.items() if key != "labels"}
+        unlabelled = {key: value for key, value in inputs.items() if key != "labels"}
         with torch.no_grad(), trainer.compute_loss_context_manager():
-            found = self.pipeline.forward(
-                rest, lambda each: token_losses(trainer.model(**each).logits, labels), (len(labels), 2)
+            losses = self.pipeline.forward(
+                unlabelled, lambda each: token_losses(trainer.model(**each).logits, labels), (len(labels), 2)
             )
-        return found[:, 0].sum() / found[:, 1].sum().clamp_min(1), found, labels
+        return losses[:, 0].sum() / losses[:, 1].sum().clamp_min(1), losses, labels
 
     def logits(self, model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-        whole: Any = self.stage.whole
-        rows = whole.get_output_embeddings().weight.shape[0]
+        whole_model: Any = self.stage.whole
+        rows = whole_model.get_output_embeddings().weight.shape[0]
         return self.pipeline.forward(
             dict(inputs), lambda each: model(**each).logits, (*inputs["input_ids"].shape, rows)
         )

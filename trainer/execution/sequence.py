@@ -38,18 +38,18 @@ class Sliced(Around):
         if num_items is None:
             num_items = inputs["labels"][:, 1:].ne(MASKED).sum()
         # It is an input like the others, so that releases of Transformers do not scale the loss, each in its way.
-        given = {**self._attention.slice_of(inputs), "num_items_in_batch": num_items}
-        found = self.inner.loss(compute, given, outputs=outputs, num_items=None)
-        loss, *rest = found if outputs else (found,)
+        sliced = {**self._attention.slice_of(inputs), "num_items_in_batch": num_items}
+        result = self.inner.loss(compute, sliced, outputs=outputs, num_items=None)
+        loss, *other_outputs = result if outputs else (result,)
         loss = loss * (args.world_size if among_all else self._attention.degree)
-        return (loss, *rest) if outputs else loss
+        return (loss, *other_outputs) if outputs else loss
 
     def predict(self, predict: Callable[[Batch], Any], model: Any, inputs: Batch) -> Any:
         """Ranks of a row get the losses of its tokens instead of logits."""
         inputs = send_to_device(inputs, self._trainer.args.device)
-        given = self._attention.slice_of(inputs)
-        targets = given.pop("shift_labels")
-        del given["labels"]
+        sliced = self._attention.slice_of(inputs)
+        targets = sliced.pop("shift_labels")
+        del sliced["labels"]
         with torch.no_grad(), self._trainer.compute_loss_context_manager():
-            found = self._attention.sum(losses_of(model(**given).logits, targets))
-        return found[:, 0].sum() / found[:, 1].sum().clamp_min(1), found, inputs["labels"]
+            losses = self._attention.sum(losses_of(model(**sliced).logits, targets))
+        return losses[:, 0].sum() / losses[:, 1].sum().clamp_min(1), losses, inputs["labels"]

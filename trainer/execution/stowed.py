@@ -38,9 +38,9 @@ class Stowed(Execution):
         if self.stowed is None or self.stowed.layers is None:
             return step(batch)
         if not self._losses:
-            window = self._batches if any(batch is each for each in self._batches) else [batch]
+            window = self._batches if any(batch is micro_batch for micro_batch in self._batches) else [batch]
             with self.stowed.scaled_loss() as self._divides_by:
-                self._losses = self.stowed.layers.run([partial(step, each) for each in window])
+                self._losses = self.stowed.layers.run([partial(step, micro_batch) for micro_batch in window])
         return self._losses.pop(0)
 
     def backward(self, loss: Tensor, accelerator: Any, backward: Callable[..., None], **options: Any) -> None:

@@ -25,8 +25,8 @@ class TensorParallel(Around):
     def gathered(
         self, model: Any, *, keep: bool, place: Place | None = None, base: bool = True
     ) -> dict[str, Tensor] | None:
-        found = self.inner.gathered(model, keep=keep, place=place, base=base)
-        return tensor_shards.state_dict(model, keep=keep, place=place) if found is None else found
+        state = self.inner.gathered(model, keep=keep, place=place, base=base)
+        return tensor_shards.state_dict(model, keep=keep, place=place) if state is None else state
 
     def holder(self, trainer: Any) -> Any:
         if self.stowed is None:

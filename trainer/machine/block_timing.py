@@ -138,15 +138,15 @@ class UnitClock:
 
     def seconds(self) -> UnitTimes | None:
         """The mean of each time over micro-batches; None if what was marked is not forward and backward of blocks."""
-        spans: dict[str, list[float]] = {what: [] for what in SPANS}
-        for (what, _, since), (after, _, until) in pairwise(self.marks):
-            if after in SPANS.get(what, ()):
-                spans[what].append(self._between(since, until))
+        spans: dict[str, list[float]] = {mark: [] for mark in SPANS}
+        for (mark, _, since), (following, _, until) in pairwise(self.marks):
+            if following in SPANS.get(mark, ()):
+                spans[mark].append(self._between(since, until))
         if not all(spans.values()):
             return None
         # Heads may come back together, after the last of them has ended.
-        ends = sum(what == "end" for what, _, _ in self.marks)
-        first, forward, backward, head = (fmean(spans[what]) for what in ("start", "in", "backward", "head"))
+        ends = sum(mark == "end" for mark, _, _ in self.marks)
+        first, forward, backward, head = (fmean(spans[mark]) for mark in ("start", "in", "backward", "head"))
         return UnitTimes((first, LEAST), (forward, backward), (head, sum(spans["end"]) / ends), "")
 
     def _between(self, since: Any, until: Any) -> float:
@@ -173,10 +173,10 @@ def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:
     blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]
     if rates is None or not blocks:
         return found
-    again = sum(rates.seconds(unit.again, facts.run.precision) for unit in blocks) / len(blocks)
+    again_s = sum(rates.seconds(unit.again, facts.run.precision) for unit in blocks) / len(blocks)
     forward, backward = found.block
-    again += forward if facts.run.recomputes else 0.0
-    return replace(found, block=(forward, max(LEAST, backward - again)))
+    again_s += forward if facts.run.recomputes else 0.0
+    return replace(found, block=(forward, max(LEAST, backward - again_s)))
 
 
 def key_of(facts: Facts) -> dict[str, Any]:
@@ -214,11 +214,11 @@ def unused(folder: Path, facts: Facts) -> str:
     """
     try:
         content = json.loads((folder / FILE).read_text())
-        there, here = content["for"], key_of(facts)
-        alike = [unit[:3] for unit in there["units"]] == [unit[:3] for unit in here["units"]]
-        if content["measured"] is None or there == here or not alike or there["device"] != here["device"]:
+        stored, planned = content["for"], key_of(facts)
+        alike = [unit[:3] for unit in stored["units"]] == [unit[:3] for unit in planned["units"]]
+        if content["measured"] is None or stored == planned or not alike or stored["device"] != planned["device"]:
             return ""
-        which = f"{int(there['tokens'])} tokens where this run has {facts.run.sequence}, or of another mask or batch"
+        which = f"{int(stored['tokens'])} tokens where this run has {facts.run.sequence}, or of another mask or batch"
         return f"block times in {folder / FILE} are of rows of {which}: they are not used"
     except (OSError, ValueError, TypeError, KeyError):
         return ""
@@ -260,9 +260,9 @@ def measure(
     model.train()
     clock = UnitClock(model, find_blocks(model), torch.device(device))
     vocabulary = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
-    found = dict[int, list[UnitTimes]]()
-    for many in chunks:
-        rows = facts.run.micro_batch // many
+    measured = dict[int, list[UnitTimes]]()
+    for parts in chunks:
+        rows = facts.run.micro_batch // parts
         ids = torch.randint(vocabulary, (rows, facts.run.sequence), device=device)
         for number in range(ROUNDS + 1):  # the first warms up
             began = time.perf_counter()
@@ -277,9 +277,9 @@ def measure(
             say(f"measuring {what}, round {number} of {ROUNDS}: {time.perf_counter() - began:.2f} s")
             seconds = clock.seconds()
             if number and seconds is not None:
-                found.setdefault(many, []).append(seconds)
-    if not found:
+                measured.setdefault(parts, []).append(seconds)
+    if not measured:
         return None
-    least = {many: median_of(times, min) for many, times in found.items()}
-    tables = {many: times.block for many, times in least.items()} if len(chunks) > 1 else {}
-    return replace(least[1], origin=f"measured, {BLOCKS} blocks by themselves", chunks=tables)
+    fastest = {parts: median_of(times, min) for parts, times in measured.items()}
+    tables = {parts: times.block for parts, times in fastest.items()} if len(chunks) > 1 else {}
+    return replace(fastest[1], origin=f"measured, {BLOCKS} blocks by themselves", chunks=tables)

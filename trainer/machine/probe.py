@@ -112,9 +112,9 @@ def host_memory(root: Path = ROOT) -> Memory:
     """Host memory that this process may use: the machine's, or what its cgroup leaves if that is less."""
     import psutil
 
-    whole = psutil.virtual_memory()
-    group = cgroup_memory(root) or Memory(whole.total, whole.available)
-    return Memory(min(whole.total, group.total_bytes), min(whole.available, group.available_bytes))
+    machine = psutil.virtual_memory()
+    group = cgroup_memory(root) or Memory(machine.total, machine.available)
+    return Memory(min(machine.total, group.total_bytes), min(machine.available, group.available_bytes))
 
 
 def cores(root: Path = ROOT) -> tuple[int, int]:
@@ -167,5 +167,5 @@ def _memory_of(folder: Path) -> Memory | None:
 
 
 def _number(path: Path) -> int | None:
-    found = text(path).strip()
-    return int(found) if found.isdigit() else None
+    digits = text(path).strip()
+    return int(digits) if digits.isdigit() else None

@@ -180,9 +180,9 @@ def profile(name: str) -> Machine:
     """The machine of that name, to plan for one that is elsewhere; what one name alone begins with is enough.
     ConfigError, with the nearest, if there is none.
     """
-    found = [name] if name in PROFILES else [each for each in PROFILES if each.startswith(f"{name}-")]
-    if len(found) == 1:
-        return PROFILES[found[0]]
+    names = [name] if name in PROFILES else [known for known in PROFILES if known.startswith(f"{name}-")]
+    if len(names) == 1:
+        return PROFILES[names[0]]
     hint = nearest(name.lower(), PROFILES, cutoff=0.3)
     raise ConfigError(f"unknown machine profile {name!r}: known are {', '.join(PROFILES)}{hint}")
 
@@ -238,9 +238,9 @@ def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
 
     info = root / "proc/cpuinfo"
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     # With its model numbers, since virtual machines often shorten the name.
-    cpu = " ".join(filter(None, (said.get("model name", "unknown"), said.get("cpu family"), said.get("model"))))
+    cpu = " ".join(filter(None, (fields.get("model name", "unknown"), fields.get("cpu family"), fields.get("model"))))
     return {"device": machine.name, "cpu": cpu, "cores": machine.usable_cores, "torch": str(torch.__version__)}
 
 
@@ -252,13 +252,13 @@ def save(path: Path, stored: StoredRates) -> None:
 
 def load(path: Path, here: MachineKey) -> StoredRates:
     """What is stored in ``path`` if it was measured on ``here``; empty if there is no file."""
-    found, ignored = kept(path, FILE, "a machine profile")
-    key = here if found is None else found.key
-    if different := [f"{name} {key.get(name)}, here {now}" for name, now in here.items() if key.get(name) != now]:
+    stored, ignored = kept(path, FILE, "a machine profile")
+    key = here if stored is None else stored.key
+    if different := [f"{name} {key.get(name)}, here {value}" for name, value in here.items() if key.get(name) != value]:
         ignored = f"{path} is ignored: measured with {', '.join(different)}"
     if ignored:
         return StoredRates(ignored=f"{ignored}; to measure again: {COMMAND}")
-    return found or StoredRates()
+    return stored or StoredRates()
 
 
 def kept(path: Path, form: TypeAdapter[T], what: str) -> tuple[T, str] | tuple[None, str]:
@@ -283,17 +283,17 @@ def known_rates(machine: Machine) -> StoredRates:
     if stored.rates is not None:
         return stored
     name = OTHERWISE.get(machine.name, machine.name)
-    named = next((each.rates for each in PROFILES.values() if each.name == name), None)
+    named = next((known.rates for known in PROFILES.values() if known.name == name), None)
     return StoredRates(named, ignored=stored.ignored)
 
 
 def one_line(rates: Rates) -> str:
     """The rates on one line."""
-    half, net, outside, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, rates.net_across_bytes_per_s, 1e9
-    other = rates.gemm_fp16_flops_per_s if not half else None
+    bf16, net, outside, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, rates.net_across_bytes_per_s, 1e9
+    fp16 = rates.gemm_fp16_flops_per_s if not bf16 else None
     return (
-        f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{half / 1e12:.3g}' if half else 'none'}"
-        f"{f', fp16 {other / 1e12:.3g}' if other else ''} Tflop/s; "
+        f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{bf16 / 1e12:.3g}' if bf16 else 'none'}"
+        f"{f', fp16 {fp16 / 1e12:.3g}' if fp16 else ''} Tflop/s; "
         f"link up {rates.up_bytes_per_s / giga:.3g}, down {rates.down_bytes_per_s / giga:.3g} GB/s, both at once "
         f"{rates.duplex_factor:.0%} of each, {rates.link_latency_s * 1e6:.3g} us; "
         f"DRAM {rates.dram_bytes_per_s / giga:.3g}, device memory {rates.device_bytes_per_s / giga:.4g} GB/s; "

@@ -103,7 +103,7 @@ class Stopwatch(NamedTuple):
 
 def measure_gemm(clock: Stopwatch, say: Say, precision: str, dtype: torch.dtype) -> list[tuple[Shape, float]]:
     """Shape and flop/s of each product."""
-    device, found = clock.device, []
+    device, products = clock.device, []
     for shape in clock.effort.shapes or (CPU_SHAPES if device.type == "cpu" else DEVICE_SHAPES):
         rows, summed, columns = shape
         left = torch.randn(rows, summed, device=device).to(dtype)
@@ -111,8 +111,8 @@ def measure_gemm(clock: Stopwatch, say: Say, precision: str, dtype: torch.dtype)
         out = torch.empty(rows, columns, device=device, dtype=dtype)
         rate = 2 * rows * summed * columns / clock.seconds(partial(torch.mm, left, right, out=out))
         say(f"  {precision} {' x '.join(map(str, shape))}: {rate / 1e12:.4g} Tflop/s")
-        found.append((shape, rate))
-    return found
+        products.append((shape, rate))
+    return products
 
 
 def copier(device: torch.device, num_bytes: int, up: Worker, down: Worker) -> Callable[..., None]:
@@ -121,8 +121,8 @@ def copier(device: torch.device, num_bytes: int, up: Worker, down: Worker) -> Ca
     """
     pinned = device.type != "cpu"
     host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    ends = {Stream.UP: (there[0], host[0], up), Stream.DOWN: (host[1], there[1], down)}
+    remote = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    ends = {Stream.UP: (remote[0], host[0], up), Stream.DOWN: (host[1], remote[1], down)}
     transfer = transfer_for(device)
     if pinned:
         torch.accelerator.synchronize(device)  # the buffers are filled on another stream than they are copied on
@@ -158,8 +158,8 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
         sizes.append(sizes[-1] * 2)
     points: dict[str, list[tuple[int, float]]] = {"up": [], "down": [], "both": []}
     factors = []
-    with closing(Worker(1)) as one, closing(Worker(1)) as other:  # they stand in for the link where there is none
-        issue = copier(device, sizes[-1], one, other)
+    with closing(Worker(1)) as up, closing(Worker(1)) as down:  # they stand in for the link where there is none
+        issue = copier(device, sizes[-1], up, down)
 
         def seconds(size: int, *streams: Stream) -> float:
             count = max(1, min(MOST_COPIES, CALL_BYTES // size))
@@ -196,16 +196,16 @@ def host_update(num_params: int, *, mixed: bool, at_once: bool = True) -> Callab
             parts = [slice(start, min(num_params, start + HOST_CHUNK)) for start in range(0, num_params, HOST_CHUNK)]
             calls = [
                 Operands(
-                    [master[part]],
-                    [scratch[: part.stop - part.start] if mixed else source[part]],
-                    [[first[part]], [second[part]]],
+                    [master[chunk]],
+                    [scratch[: chunk.stop - chunk.start] if mixed else source[chunk]],
+                    [[first[chunk]], [second[chunk]]],
                     [step],
-                    [source[part]] if mixed else [],
+                    [source[chunk]] if mixed else [],
                 )
-                for part in parts
+                for chunk in parts
             ]
-            for some in [calls] if at_once else [[call] for call in calls]:
-                rule.update_all(some, group, factor)
+            for batch in [calls] if at_once else [[call] for call in calls]:
+                rule.update_all(batch, group, factor)
             if mixed:
                 weights.copy_(master)
 
@@ -226,8 +226,8 @@ def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]], updat
     """
     effort = clock.effort
     size, updates = min(effort.largest_bytes, CALL_BYTES), 1 + int(effort.seconds / update_s)
-    with closing(Worker(1)) as one, closing(Worker(1)) as other:
-        issue = copier(clock.device, size, one, other)
+    with closing(Worker(1)) as up, closing(Worker(1)) as down:
+        issue = copier(clock.device, size, up, down)
         began_s, copied = time.perf_counter(), 0
         running = [submit() for _ in range(updates)]
         while not running[-1].done():
@@ -267,8 +267,8 @@ def measure_and_store(path: Path, say: Say, disk: Sequence[str] = ()) -> StoredR
 def disk_rates_of(places: Sequence[str], say: Say) -> dict[str, Any]:
     """The fields of ``Rates`` about drives."""
     read, write, overlap = measure_drives(places, FULL.disk_seconds, say)
-    found = {"disk_read_bytes_per_s": read, "disk_write_bytes_per_s": write, "disk_overlap": overlap}
-    return {**found, "disk_folder": ", ".join(places)}
+    rates = {"disk_read_bytes_per_s": read, "disk_write_bytes_per_s": write, "disk_overlap": overlap}
+    return {**rates, "disk_folder": ", ".join(places)}
 
 
 def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
@@ -332,12 +332,12 @@ def measure_memory(clock: Stopwatch, say: Say) -> dict[str, float]:
     usable, num_bytes = cores()[1], min(clock.effort.largest_bytes, host_memory().available_bytes // 8)
     with closing(Worker(usable)) as every:
         dram = scaling(torch.device("cpu"), num_bytes, lambda work: every.submit(0, work).result())
-    found = {"dram": dram, "device": dram}
+    rates = {"dram": dram, "device": dram}
     if clock.device.type != "cpu":
-        found["device"] = scaling(clock.device, clock.effort.largest_bytes, lambda work: work())
+        rates["device"] = scaling(clock.device, clock.effort.largest_bytes, lambda work: work())
     say(f"DRAM {dram / 1e9:.1f} GB/s by {usable} cores")
-    say(f"device memory {found['device'] / 1e9:.1f} GB/s" + (", the same" if clock.device.type == "cpu" else ""))
-    return found
+    say(f"device memory {rates['device'] / 1e9:.1f} GB/s" + (", the same" if clock.device.type == "cpu" else ""))
+    return rates
 
 
 def measure_network(num_bytes: int, seconds: float, say: Say) -> float | None:
@@ -361,8 +361,8 @@ def exchange(ranks: Ranks, num_bytes: int, seconds: float) -> list[float]:
     """On each rank: the rates of gathering and of sending spans to their owners."""
     device = accelerator.current() or torch.device("cpu")
     share = num_bytes // 4 // ranks.world_size
-    whole, other = (torch.ones(share * ranks.world_size, device=device) for _ in range(2))
-    own = whole[ranks.rank * share : (ranks.rank + 1) * share]
+    whole, received = (torch.ones(share * ranks.world_size, device=device) for _ in range(2))
+    span = whole[ranks.rank * share : (ranks.rank + 1) * share]
 
     def rate(work: Callable[[], object]) -> float:
         seconds_per_call(work, device)
@@ -371,8 +371,8 @@ def exchange(ranks: Ranks, num_bytes: int, seconds: float) -> list[float]:
         samples = [seconds_per_call(work, device) for _ in range(int(times))]
         return 4 * share * (ranks.world_size - 1) / lower_quartile(samples)
 
-    gathering = rate(lambda: dist.all_gather_into_tensor(whole, own))
-    return [gathering, rate(lambda: dist.all_to_all_single(other, whole))]
+    gathering = rate(lambda: dist.all_gather_into_tensor(whole, span))
+    return [gathering, rate(lambda: dist.all_to_all_single(received, whole))]
 
 
 PIECE = 64 << 20
@@ -390,8 +390,8 @@ def measure_drives(places: Sequence[str], seconds: float, say: Say) -> tuple[flo
     """
     folders = [place for place in places if Path(place).is_dir()]
     free = min((shutil.disk_usage(folder).free for folder in folders), default=MOST_BYTES)
-    pieces, part = max(2, min(MOST_BYTES, free // 4) // PIECE), part_bytes(PIECE, len(places))
-    with closing(Striped(places, pieces * part, checked=False)) as file:  # checksums are made beside moves
+    pieces, stride = max(2, min(MOST_BYTES, free // 4) // PIECE), part_bytes(PIECE, len(places))
+    with closing(Striped(places, pieces * stride, checked=False)) as file:  # checksums are made beside moves
         say(f"the disk of {', '.join(places)}: {human(pieces * PIECE)}, past the page cache")
         source, target = (HostMemory(PIECE, torch.device("cpu"), "a piece of the file").memory for _ in range(2))
         source.random_()
@@ -399,17 +399,17 @@ def measure_drives(places: Sequence[str], seconds: float, say: Say) -> tuple[flo
         def rate(move: Callable[[Tensor, int], None], memory: Tensor, first: int = 0) -> float:
             began_s = time.perf_counter()
             for number in itertools.count(1):
-                move(memory, (first + number) % pieces * part)
+                move(memory, (first + number) % pieces * stride)
                 if (spent_s := time.perf_counter() - began_s) > seconds:
                     break
             return number * PIECE / spent_s
 
         for index in range(pieces):
-            file.write(source, index * part)
+            file.write(source, index * stride)
         write, read = rate(file.write, source), rate(file.read, target)
-        with ThreadPoolExecutor(2) as both:
-            begun = both.submit(rate, file.read, target), both.submit(rate, file.write, source, pieces // 2)
-            reading, writing = (each.result() for each in begun)
+        with ThreadPoolExecutor(2) as pool:
+            begun = pool.submit(rate, file.read, target), pool.submit(rate, file.write, source, pieces // 2)
+            reading, writing = (future.result() for future in begun)
     giga = 1e9
     at_once = f"{reading / giga:.3g} and {writing / giga:.3g}"
     say(f"  read {read / giga:.3g} GB/s, written {write / giga:.3g}; both at once {at_once}")
@@ -458,8 +458,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> LinkFit:
     if len({size for size, _ in points}) < 2:
         raise ValueError(f"{len(points)} points of one size; a line needs two sizes")
     lines = [(0.0, seconds / size) for size, seconds in points]
-    for (size, seconds), (other, longer) in itertools.combinations(points, 2):
-        slope = (longer - seconds) / (other - size) if other != size else 0.0
+    for (size, seconds), (other_size, other_seconds) in itertools.combinations(points, 2):
+        slope = (other_seconds - seconds) / (other_size - size) if other_size != size else 0.0
         lines.append((seconds - slope * size, slope))
     possible = [(latency, slope) for latency, slope in lines if latency >= 0 and slope > 0]
 

@@ -37,9 +37,9 @@ class StowAccelerator(Accelerator):
     @classmethod
     def of(cls, accelerator: Accelerator) -> Self:
         """One with all that an ``accelerator`` has, which is not used any more."""
-        made = cls.__new__(cls)
-        made.__dict__.update(accelerator.__dict__)
-        return made
+        stow_accelerator = cls.__new__(cls)
+        stow_accelerator.__dict__.update(accelerator.__dict__)
+        return stow_accelerator
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, but with the memory engine the model is neither wrapped nor moved; it gets its autocast."""
@@ -48,8 +48,8 @@ class StowAccelerator(Accelerator):
                 self.execution.adopt(arg)
         if self.execution.stowed is None:
             return super().prepare(*args, **kwargs)
-        made = tuple(self._prepare_stowed(arg, kwargs) for arg in args)
-        return made if len(made) > 1 else made[0]
+        prepared = tuple(self._prepare_stowed(arg, kwargs) for arg in args)
+        return prepared if len(prepared) > 1 else prepared[0]
 
     def _prepare_stowed(self, arg: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(arg, torch.nn.Module):
@@ -80,17 +80,17 @@ class StowAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """As Accelerate's; within ``gather_for_metrics`` one rank of each copy of the model is taken."""
-        found = super().gather(tensor)
+        gathered = super().gather(tensor)
         if not self._of_copies:
-            return found
+            return gathered
         grid = self.execution.grid
-        mine = grid.cell(self.process_index)
-        chosen = [grid.rank(mine._replace(replica=replica)) for replica in range(grid.replicas)]
+        cell = grid.cell(self.process_index)
+        chosen = [grid.rank(cell._replace(replica=replica)) for replica in range(grid.replicas)]
 
         def of_copies(each: Tensor) -> Tensor:
             return each.view(grid.world_size, -1, *each.shape[1:])[chosen].flatten(0, 1)
 
-        return tree_map_only(torch.Tensor, of_copies, found)
+        return tree_map_only(torch.Tensor, of_copies, gathered)
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, from one rank of each copy of the model."""
@@ -118,8 +118,8 @@ class StowAccelerator(Accelerator):
         """As Accelerate's. Where ranks divide the weights of a copy, only the first has values, and they are whole.
         ``place``: puts one that was gathered where it stays.
         """
-        found = self.execution.gathered(self.unwrap_model(model), keep=self.is_main_process, place=place)
-        return super().get_state_dict(model, unwrap) if found is None else found
+        state = self.execution.gathered(self.unwrap_model(model), keep=self.is_main_process, place=place)
+        return super().get_state_dict(model, unwrap) if state is None else state
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         """The norm before clipping. Gradients that the engine holds, or that were clipped in ``backward``, stay there.

@@ -72,13 +72,13 @@ class Appended:
 
     def _append(self) -> None:
         self._mounted.refuse_other()
-        left = memoryview(self._waiting)
+        unwritten = memoryview(self._waiting)
         with self.path.open("ab", buffering=0) as file:
             self._size = min(self._size or 0, file.tell())  # somebody may have cut it
             file.truncate(self._size)
             try:
-                while left:
-                    left = left[file.write(left) :]
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 with suppress(OSError):
                     file.truncate(self._size)  # half a record; if not now, before the next one

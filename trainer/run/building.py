@@ -63,30 +63,30 @@ class Built(NamedTuple):
 
 def make_arguments(session: Session) -> TrainingArguments:
     """Hugging Face's arguments: the user's, and those that DeepStow decides."""
-    given: dict[str, Any] = dict(session.config.training.arguments())
+    keywords: dict[str, Any] = dict(session.config.training.arguments())
     if session.prepared.eval is None:
-        given["eval_strategy"] = "no"
+        keywords["eval_strategy"] = "no"
     if session.evaluating is not None:
-        given["per_device_eval_batch_size"] = session.evaluating.rows
+        keywords["per_device_eval_batch_size"] = session.evaluating.rows
     if deepspeed.torch_clips(session.plan):
-        given["max_grad_norm"] = 0.0
+        keywords["max_grad_norm"] = 0.0
     if session.plan.layout is not None:
-        given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
-    given.setdefault("use_cpu", session.machine.device_kind == "cpu")
-    given.setdefault("dataloader_pin_memory", session.machine.device_kind != "cpu")
-    name_device(session.ranks, session.machine.device_kind, on_cpu=given["use_cpu"])
+        keywords["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
+    keywords.setdefault("use_cpu", session.machine.device_kind == "cpu")
+    keywords.setdefault("dataloader_pin_memory", session.machine.device_kind != "cpu")
+    name_device(session.ranks, session.machine.device_kind, on_cpu=keywords["use_cpu"])
     task = session.config.chosen_task
     arguments: TrainingArguments = loaded(task.arguments)(
-        **task.complete(given, session.config),
+        **task.complete(keywords, session.config),
         deepspeed=deepspeed.ds_config(session.plan) or None,
         logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
         # Batches are copied beside compute. Each rank reads a stream: one that sent batches could send one length only.
-        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"]), "dispatch_batches": False},
+        accelerator_config={"non_blocking": bool(keywords["dataloader_pin_memory"]), "dispatch_batches": False},
         disable_tqdm=True,
         label_names=["labels"],
     )
     kind = session.machine.device_kind
-    if arguments.device.type != kind and not given["use_cpu"]:
+    if arguments.device.type != kind and not keywords["use_cpu"]:
         what = f"the plan is for {kind}, and Accelerate trains on {arguments.device}"
         raise ConfigError(f"{what}: training.use_cpu: true trains on the CPU")
     if arguments.world_size != session.ranks.world_size:
@@ -142,11 +142,11 @@ def make_model(session: Session) -> Built:
             parts.hollow(weights)
             pour = partial(parts.pour, weights, make, section.name_or_path, seed, say=session.say)
     else:
-        known = plan.facts
-        assert known.cut is not None
-        form = replace(form, width=known.run.hidden_size)
+        planned = plan.facts
+        assert planned.cut is not None
+        form = replace(form, width=planned.run.hidden_size)
         try:
-            stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form, fill)
+            stage = stages.Stage(weights, planned.cut.parts, planned.cut.of_stage(planned.run.stage), form, fill)
         except stages.CannotCut as error:
             line = f"strategies.pipeline: {error}"
             raise ConfigError(config.located("strategies.pipeline", line)) from None
@@ -169,7 +169,7 @@ def make_trainer(session: Session) -> Trainer:
     chats = endings.holds_chats(session.prepared)
     sample = [SampleText(prompt, training.sample_prompts or (), file, chats=chats)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
-    plan_check, other = _plan_check(session), resuming.other(session.resumed, config)
+    plan_check, reset_best = _plan_check(session), resuming.other(session.resumed, config)
     ratio = config.model.lr_ratio
     built = make_model(session)
     model: Any = built.model
@@ -189,14 +189,14 @@ def make_trainer(session: Session) -> Trainer:
         plan_check=plan_check,
         describe=partial(describe, session, built.stage),
         make_optimizer=partial(loraplus, ratio=ratio) if ratio is not None else None,
-        scores_alone=task.language and not any(each.own_loss for each in config.switched_on),
+        scores_alone=task.language and not any(recipe.own_loss for recipe in config.switched_on),
         callbacks=[
             ProgressLine(whole=training.compute_metrics is not None),
             file,
             *sample,
-            *([EarlyStopping(patience, threshold, another=bool(other))] if patience is not None else []),
+            *([EarlyStopping(patience, threshold, another=bool(reset_best))] if patience is not None else []),
             *([plan_check] if plan_check else []),
-            resuming.TakenOver(other),
+            resuming.TakenOver(reset_best),
             *session.user_callbacks.made(),
             meter,
         ],
@@ -204,9 +204,9 @@ def make_trainer(session: Session) -> Trainer:
     if not task.language:
         if line := left_out(config, len(session.prepared.train), trainer):
             session.say(line)
-        left = trainer.about.data.model_copy(update={"rows": len(trainer.train_dataset)})  # type: ignore[arg-type]
-        trainer.about = trainer.about.model_copy(update={"data": left})  # TRL may have dropped some
-    for callback in (each for recipe in config.switched_on for each in recipe.callbacks(session, trainer)):
+        data = trainer.about.data.model_copy(update={"rows": len(trainer.train_dataset)})  # type: ignore[arg-type]
+        trainer.about = trainer.about.model_copy(update={"data": data})  # TRL may have dropped some
+    for callback in (callback for recipe in config.switched_on for callback in recipe.callbacks(session, trainer)):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)  # our line says more
     trackers.take_over(trainer)
@@ -236,19 +236,19 @@ def _plan_check(session: Session) -> PlanCheck | None:
 
 def make_meter(session: Session, device: torch.device) -> Meter:
     """The meter of tokens and time over all ranks, with MFU if the device's peak is known."""
-    known = session.plan.facts.run
-    peak = session.machine.peak_flops.get(known.precision.value)
+    run = session.plan.facts.run
+    peak = session.machine.peak_flops.get(run.precision.value)
 
     def sum_over_ranks(number: int) -> int:
         total = torch.tensor(number, dtype=torch.int64, device=device)
         torch.distributed.all_reduce(total)
-        return int(total.item()) * known.replicas // known.world_size  # ranks of one copy have counted the same
+        return int(total.item()) * run.replicas // run.world_size  # ranks of one copy have counted the same
 
-    part = known.forward_flops / known.model_flops if known.model_flops else 1.0  # of the model on this rank
+    model_share = run.forward_flops / run.model_flops if run.model_flops else 1.0  # of the model on this rank
     return Meter(
-        flops_per_token=step_flops(session.plan.facts) / part / (known.micro_batch * known.sequence),
-        peak_flops=peak and peak * known.world_size,
-        sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
+        flops_per_token=step_flops(session.plan.facts) / model_share / (run.micro_batch * run.sequence),
+        peak_flops=peak and peak * run.world_size,
+        sum_over_ranks=sum_over_ranks if run.world_size > 1 else lambda number: number,
     )
 
 
@@ -265,19 +265,19 @@ def about(session: Session, stage: Stage | None, model: PreTrainedModel) -> Abou
     run resumes one with other parameters.
     """
     named = (stage.whole if stage else model).named_parameters()
-    shapes = digest_of({name: list(whole_shape(each)) for name, each in named})
+    shapes = digest_of({name: list(whole_shape(param)) for name, param in named})
     if session.resumed is not None:
         session.resumed.compare_shapes(shapes)
     code = code_of(session)
     former = session.resumed.found.manifest.run.code if session.resumed else {}
-    for name in (name for name, own in code.items() if former.get(name, own) != own):
+    for name in (name for name, code_hash in code.items() if former.get(name, code_hash) != code_hash):
         session.say(warning(f"{name} is other code than the checkpoint's: the result may be another run's"))
     as_loaded = config_of(session.config)  # the run may change its copy
     tree, data = json.loads(json.dumps(session.config.tree()), parse_constant=str), session.prepared
     rows = None if session.config.data.streaming else len(data.train)  # type: ignore[arg-type]
     weights = inputs.recorded(session.config, session.ranks, session.resumed)
     brought = contents.code(session.config.model, as_loaded)
-    files = {fact: value for each in session.config.switched_on for fact, value in each.recorded(session).items()}
+    files = {fact: value for recipe in session.config.switched_on for fact, value in recipe.recorded(session).items()}
     return About(
         config=tree,
         arguments=resuming.resolved(session.config, tree["training"]),
@@ -308,12 +308,12 @@ def code_of(session: Session) -> dict[str, str]:
 
 def shards_of(weights: PreTrainedModel, config: RunConfig, rank: int) -> dict[str, Shard]:
     """The parts that ``rank`` has of parameters of which it is given some rows alone."""
-    ways, found = degrees(config.strategies).get(Axis.EXPERTS, 1), {}
+    ways, shards = degrees(config.strategies).get(Axis.EXPERTS, 1), {}
     for name, param in weights.named_parameters():
         if ways > 1 and EXPERT.search(name):
             sizes = (len(param) // ways,) * ways
-            found[name] = Shard(0, sizes, rank % ways, tuple(param.shape))
-    return found
+            shards[name] = Shard(0, sizes, rank % ways, tuple(param.shape))
+    return shards
 
 
 def loads_slices(config: RunConfig, plan: Plan) -> ModelSection | None:
@@ -343,9 +343,9 @@ def apply_strategies(weights: PreTrainedModel, config: RunConfig, plan: Plan) ->
     if (backend := config.training.compile_backend) is not None:
         compile_blocks(weights, backend)
     for name, strategy in in_order(config.strategies).items():
-        before = _names_of(weights)
+        names = _names_of(weights)
         strategy.apply(weights, plan)
-        assert _names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"
+        assert _names_of(weights) == names, f"strategies.{name} renamed, reordered or dropped something"
 
 
 def _names_of(weights: PreTrainedModel) -> list[str]:
@@ -372,18 +372,18 @@ def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedToke
     """The keyword arguments of the Trainer that are the task's."""
     task, packing = config.chosen_task, config.data.packing
     if not task.language:
-        given = task.options(model, tokenizer, config)
+        task_options = task.options(model, tokenizer, config)
         if config.model.lora is not None and config.model.adapter is None and task.adds_adapters:
-            given["peft_config"] = build.lora_config(config.model.lora, task)
-        return given
+            task_options["peft_config"] = build.lora_config(config.model.lora, task)
+        return task_options
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(config.model.attn_implementation).startswith("flash_attention")
-    least = config.data.max_length if config.training.compile_backend else 0
+    least_length = config.data.max_length if config.training.compile_backend else 0
     documents = packing and attention.takes_documents(config)
     pad: Any = tokenizer.pad_token_id
     losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
-    columns = {name: make for each in config.switched_on for name, make in each.columns(config).items()}
-    collate = Collator(pad, packing, flatten=flatten, least=least, documents=documents, columns=columns)
+    columns = {name: make for recipe in config.switched_on for name, make in recipe.columns(config).items()}
+    collate = Collator(pad, packing, flatten=flatten, least=least_length, documents=documents, columns=columns)
     return {"data_collator": collate, **losses}
 
 
@@ -391,9 +391,9 @@ def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:
     """A line about how many of the rows that it was given a Trainer of TRL has dropped; empty if none. Raise DataError
     if all.
     """
-    left = len(trainer.train_dataset)  # type: ignore[arg-type]
-    line = f"data: {found - left:,} of {found:,} rows are dropped: their prompts fill data.max_length"
+    kept_rows = len(trainer.train_dataset)  # type: ignore[arg-type]
+    line = f"data: {found - kept_rows:,} of {found:,} rows are dropped: their prompts fill data.max_length"
     cure = f"raise it from {config.data.max_length}"
-    if not left:
+    if not kept_rows:
         raise DataError(f"{line}; {cure}")
-    return warning(f"{line}; {cure}") if (found - left) * MANY > found else line if left < found else ""
+    return warning(f"{line}; {cure}") if (found - kept_rows) * MANY > found else line if kept_rows < found else ""

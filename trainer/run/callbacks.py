@@ -174,8 +174,8 @@ class SaveAndStop(TrainerCallback):
         if not self._agreed:
             return
         reasons, step = self._together.gathered(self._stop.reason), state.global_step
-        asked = [rank for rank, reason in enumerate(reasons) if reason is not None]
-        rank = next((each for each in asked if reasons[each] == KEYBOARD), asked[0])
+        asked_ranks = [rank for rank, reason in enumerate(reasons) if reason is not None]
+        rank = next((interrupted for interrupted in asked_ranks if reasons[interrupted] == KEYBOARD), asked_ranks[0])
         why = f"{reasons[rank]}{f' on rank {rank}' if len(set(reasons)) > 1 else ''}"
         self._trainer.settle()
         if self._trainer.newest != f"checkpoint-{step}":
@@ -255,12 +255,12 @@ def eval_lines(step: int, record: Mapping[str, float], *, whole: bool = False) -
     ``whole`` of it with metrics that the user has added.
     """
     for key, value in record.items():
-        if found := EVAL_LOSS.fullmatch(key):
-            label, start = f"eval {found[1]}" if found[1] else "eval", key.removesuffix("loss")
+        if match := EVAL_LOSS.fullmatch(key):
+            label, start = f"eval {match[1]}" if match[1] else "eval", key.removesuffix("loss")
             added = [name.removeprefix(start) for name in record if whole and name.startswith(start)]
             names = [*SAID, *(name for name in added if name not in (*SAID, *UNSAID))]
-            said = [f"{name} {human_number(record[start + name], 3)}" for name in names if start + name in record]
-            yield "  ".join([f"{label} at step {step}: loss {human_number(value, 3)}", *said])
+            figures = [f"{name} {human_number(record[start + name], 3)}" for name in names if start + name in record]
+            yield "  ".join([f"{label} at step {step}: loss {human_number(value, 3)}", *figures])
 
 
 class ProgressLine(TrainerCallback):
@@ -312,8 +312,8 @@ class MetricsFile(TrainerCallback):
                 lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
             except OSError:
                 lines = [_line(record) for record in state.log_history]
-            kept = (line for line in lines if state.global_step > 0 and _step_of(line) <= state.global_step)
-            self._file.begin("".join(f"{line}\n" for line in kept).encode())
+            kept_lines = (line for line in lines if state.global_step > 0 and _step_of(line) <= state.global_step)
+            self._file.begin("".join(f"{line}\n" for line in kept_lines).encode())
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -383,13 +383,13 @@ class SampleText(TrainerCallback):
         """Prints the continuation and returns it; None if the model cannot generate."""
         text, words = None, known["processing_class"]
         try:
-            said = prompt if isinstance(prompt, str) else str(words.decode(prompt, skip_special_tokens=True))
-            text = continuation(known["model"], words, as_turn(words, said) if chats else prompt)
+            prompt_text = prompt if isinstance(prompt, str) else str(words.decode(prompt, skip_special_tokens=True))
+            text = continuation(known["model"], words, as_turn(words, prompt_text) if chats else prompt)
         except (AttributeError, TypeError, ValueError, TemplateError) as error:
             shown = [f"no sample: the model cannot generate ({first_line(error)})"]
         else:  # indented, wrapped, without double blank lines
-            lines = re.sub(r"\n\s*\n+", "\n\n", f"[{said.strip()}]{text.rstrip()}").splitlines()
-            folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
+            lines = re.sub(r"\n\s*\n+", "\n\n", f"[{prompt_text.strip()}]{text.rstrip()}").splitlines()
+            folded = [wrapped for line in lines for wrapped in textwrap.wrap(line, width=100) or [""]]
             shown = [f"sample at step {state.global_step}, the prompt in brackets:"]
             shown += [f"    {line}".rstrip() for line in folded]
         if state.is_world_process_zero:
@@ -410,8 +410,8 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def over(self, state: TrainerState) -> bool:
         """Whether training had stopped at this ``state``, which was saved; takes its count."""
-        kept: Any = state.stateful_callbacks  # a mapping, once it was read from a file
-        if (saved := (kept or {}).get(type(self).__name__)) and not self._another:
+        states: Any = state.stateful_callbacks  # a mapping, once it was read from a file
+        if (saved := (states or {}).get(type(self).__name__)) and not self._another:
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         return self.early_stopping_patience_counter >= self.early_stopping_patience
 
@@ -429,23 +429,23 @@ class EarlyStopping(EarlyStoppingCallback):
 def as_turn(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a chat in which the user says ``text``, up to where the answer begins."""
     turn = [{"role": "user", "content": text}]
-    whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    found: list[int] = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    return found
+    chat = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(chat, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str | Sequence[int]) -> str:
     """The greedy continuation of a text or its tokens, without those. Raises ValueError if that is too long."""
-    least = MIN_NEW_TOKENS if isinstance(prompt, str) else 1  # an answer may be short
+    min_new_tokens = MIN_NEW_TOKENS if isinstance(prompt, str) else 1  # an answer may be short
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     else:
         ids = torch.tensor([list(prompt)], device=model.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    given, longest = inputs["input_ids"].shape[1], declared(model.config) or math.inf
-    if given > longest:
-        raise ValueError(f"the prompt has {given} tokens, and the model {longest} positions")
-    max_new_tokens = max(1, min(MAX_NEW_TOKENS, longest - given))
+    prompt_length, longest = inputs["input_ids"].shape[1], declared(model.config) or math.inf
+    if prompt_length > longest:
+        raise ValueError(f"the prompt has {prompt_length} tokens, and the model {longest} positions")
+    max_new_tokens = max(1, min(MAX_NEW_TOKENS, longest - prompt_length))
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     was_training = model.training
     model.eval()
@@ -454,13 +454,13 @@ def continuation(model: Any, tokenizer: Any, prompt: str | Sequence[int]) -> str
             **inputs,
             do_sample=False,
             repetition_penalty=1.2,
-            min_new_tokens=min(least, max_new_tokens),
+            min_new_tokens=min(min_new_tokens, max_new_tokens),
             max_new_tokens=max_new_tokens,
             pad_token_id=padding,
         )
     finally:
         model.train(was_training)
-    return str(tokenizer.decode(output[0, given:], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0, prompt_length:], skip_special_tokens=True))
 
 
 def sample_prompt(tokenizer: PreTrainedTokenizerBase, rows: Any) -> str | list[int]:

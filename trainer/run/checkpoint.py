@@ -118,11 +118,11 @@ def plain_config(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Names and versions of the packages that decide bits."""
-    found = dict.fromkeys(PACKAGES, "not installed")
+    by_package = dict.fromkeys(PACKAGES, "not installed")
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            by_package[package] = version(package)
+    return by_package
 
 
 class Found(NamedTuple):
@@ -156,25 +156,25 @@ def is_in(path: Path, output_dir: Path) -> bool:
 
 def complete(output_dir: Path) -> list[Found]:
     """The checkpoints that have a readable manifest, oldest first. Their files are not compared."""
-    found = []
+    checkpoints = []
     for path in folders(output_dir):
         with suppress(Damaged):
-            found.append(Found(path, read(path)[1]))
-    return found
+            checkpoints.append(Found(path, read(path)[1]))
+    return checkpoints
 
 
 def read(path: Path) -> tuple[sealed.Sealed, Manifest]:
     """The manifest of a checkpoint; its files are not looked at. Raise Damaged if it has none."""
-    found = sealed.read(path, KIND)
+    seal = sealed.read(path, KIND)
     try:
-        about = Manifest.model_validate(dict(found.about))
+        manifest = Manifest.model_validate(dict(seal.about))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise Damaged(f"{MANIFEST} is of another release: {where}: {first['msg'].lower()}") from None
-    if FOLDER.fullmatch(path.name) and step_of(path) != about.step:
-        raise Damaged(f"its manifest is of step {about.step}")
-    return found, about
+    if FOLDER.fullmatch(path.name) and step_of(path) != manifest.step:
+        raise Damaged(f"its manifest is of step {manifest.step}")
+    return seal, manifest
 
 
 def digest(path: Path) -> str:
@@ -184,12 +184,12 @@ def digest(path: Path) -> str:
 
 def verified(path: Path) -> Found:
     """The checkpoint in ``path``. Raise Damaged, in one line, if a byte of it is not what its manifest says."""
-    seal, about = read(path)
-    lines = damage(path, seal, about)
+    seal, manifest = read(path)
+    lines = damage(path, seal, manifest)
     if lines:
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-        raise Damaged(f"{lines[0]}{more}")
-    return Found(path, about)
+        remaining = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise Damaged(f"{lines[0]}{remaining}")
+    return Found(path, manifest)
 
 
 def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
@@ -211,18 +211,18 @@ def delete_old(output_dir: Path, keep: int, written: int, best: Path | None) -> 
     """Delete checkpoints, by the one of step ``written``: not the ``keep`` newest up to it, not the best, and not the
     newest finite one. Returns a line for each that is a symbolic link, of which nothing is deleted. May raise OSError.
     """
-    past = [each for each in complete(output_dir) if each.step <= written]
-    finite = [each for each in past if each.manifest.finite]
-    kept = {each.path.resolve() for each in [*past[-keep:], *finite[-1:]]} | ({best.resolve()} if best else set())
+    past = [saved for saved in complete(output_dir) if saved.step <= written]
+    finite = [saved for saved in past if saved.manifest.finite]
+    spared = {saved.path.resolve() for saved in [*past[-keep:], *finite[-1:]]} | ({best.resolve()} if best else set())
     lines = []
-    for path in (each.path for each in past if each.path.resolve() not in kept):
+    for path in (saved.path for saved in past if saved.path.resolve() not in spared):
         if path.is_symlink():
             lines.append(f"{path}: a symbolic link, so it is kept though training.save_total_limit = {keep}")
             continue
         (output_dir / DELETED).mkdir(exist_ok=True)
-        gone = output_dir / DELETED / path.name
-        remove(gone)
-        path.rename(gone)
+        deleted = output_dir / DELETED / path.name
+        remove(deleted)
+        path.rename(deleted)
     remove(output_dir / DELETED)
     return lines
 
@@ -249,34 +249,34 @@ def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
     """The checkpoint that ``training.resume_from_checkpoint`` stands for, compared with its manifest, and what to say;
     None starts from the beginning. Raise ConfigError if one is required and none is good.
     """
-    output_dir, wanted = Path(config.training.output_dir), config.training.resume_from_checkpoint
-    if wanted is None or wanted is False:
+    output_dir, resume_from = Path(config.training.output_dir), config.training.resume_from_checkpoint
+    if resume_from is None or resume_from is False:
         return None, []
-    named = None if wanted == "auto" or wanted is True else Path(str(wanted))
+    named = None if resume_from == "auto" or resume_from is True else Path(str(resume_from))
     bad: list[tuple[Path, str]] = []
     for path in [named] if named else reversed(folders(output_dir)):
-        found, why = _looked_at(path)
-        if found is not None:
-            return found, [f"{newer}: {what}; going back to {path}" for newer, what in bad]
+        checkpoint, why = _looked_at(path)
+        if checkpoint is not None:
+            return checkpoint, [f"{newer}: {reason}; going back to {path}" for newer, reason in bad]
         bad.append((path, why))
     if named:
-        others = list[Path]()
+        nearby = list[Path]()
         for place in dict.fromkeys([named.parent, output_dir]):
             with suppress(OSError):  # it is refused anyhow
-                others += reversed(folders(place))
-        good = next((each for each in others if each.resolve() != named.resolve() and _looked_at(each)[0]), None)
+                nearby += reversed(folders(place))
+        good = next((path for path in nearby if path.resolve() != named.resolve() and _looked_at(path)[0]), None)
         why = bad[0][1] if named.is_dir() else "there is no such folder"
         why += f"; the newest good one is {good}" if good else ""
-    elif former := [f"{path}: {what}" for path, _ in bad if (what := _former(path))]:
+    elif former := [f"{path}: {reason}" for path, _ in bad if (reason := _former(path))]:
         why = former[0]
     elif bad:
         older = ", and no older one is good" if len(bad) > 1 else ""
         why = f"{bad[0][0]}: {bad[0][1]}{older}; write false to start from the beginning; they are kept"
-    elif wanted is True:
+    elif resume_from is True:
         why = f"{output_dir} holds no checkpoint; write auto to start when there is none"
     else:
         return None, []
-    raise config.error(KEY, wanted, why)
+    raise config.error(KEY, resume_from, why)
 
 
 def _looked_at(path: Path) -> tuple[Found | None, str]:

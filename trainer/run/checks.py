@@ -78,25 +78,25 @@ def refuse_schedule(config: RunConfig) -> None:
     rate that is negative or no number where the course begins, in its middle or where it ends.
     """
     args, key = config.training, "training.lr_scheduler_kwargs"
-    kind, given = args.lr_scheduler_type or "linear", args.lr_scheduler_kwargs
-    if given and kind in WITHOUT_OPTIONS:
-        raise config.error(key, given, f"lr_scheduler_type {kind} takes no options; leave it out")
+    kind, options = args.lr_scheduler_type or "linear", args.lr_scheduler_kwargs
+    if options and kind in WITHOUT_OPTIONS:
+        raise config.error(key, options, f"lr_scheduler_type {kind} takes no options; leave it out")
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     steps = args.max_steps if args.max_steps > 0 else 1_000_000
     share = args.warmup_steps or 0
     warm_up = ceil(share * steps) if share < 1 else int(share)
-    at, said = 0, ""
+    at, problem = 0, ""
     try:
-        made = get_scheduler(kind, optimizer, warm_up, steps, dict(given or {}))
-        for at in (warm_up, (warm_up + steps) // 2, steps - 1, steps) if isinstance(made, LambdaLR) else ():
-            part = made.lr_lambdas[0](at)
-            if isinstance(part, complex) or not 0 <= part < inf:
-                said = f"the learning rate would be {part} of training.learning_rate"
+        scheduler = get_scheduler(kind, optimizer, warm_up, steps, dict(options or {}))
+        for at in (warm_up, (warm_up + steps) // 2, steps - 1, steps) if isinstance(scheduler, LambdaLR) else ():
+            factor = scheduler.lr_lambdas[0](at)
+            if isinstance(factor, complex) or not 0 <= factor < inf:
+                problem = f"the learning rate would be {factor} of training.learning_rate"
                 break
     except Exception as error:  # options can be wrong in any way
-        said = first_line(error)
-    if said:
-        raise config.error(key, given, f"lr_scheduler_type {kind}: {said}{f' at step {at}' * (at > 0)}")
+        problem = first_line(error)
+    if problem:
+        raise config.error(key, options, f"lr_scheduler_type {kind}: {problem}{f' at step {at}' * (at > 0)}")
 
 
 def refuse_min_lr(config: RunConfig, stage: int | None) -> None:
@@ -148,7 +148,7 @@ CHECKS: Mapping[Before, Mapping[str, Callable[[Any], object]]] = {
     },
     Before.ROWS: {
         "model": lambda run: facts.check_model(run.config, run.model),
-        "recipes": lambda run: [each.refuse_before_rows(run.config) for each in run.config.switched_on],
+        "recipes": lambda run: [recipe.refuse_before_rows(run.config) for recipe in run.config.switched_on],
         "buffers": lambda run: build.refuse_lost_buffers(run.config.model, run.model, run.config.chosen_task),
     },
     Before.SHOWING: {

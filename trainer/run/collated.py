@@ -37,7 +37,7 @@ def collated(config: RunConfig, rows: Any) -> Collated:
         return Collated(config)
     from deepstow.trainer.data.collate import MULTIPLE
 
-    lengths = {name: found for name in table.column_names if (found := _lengths(table.column(name))) is not None}
+    lengths = {name: extremes for name in table.column_names if (extremes := _lengths(table.column(name))) is not None}
     ids = lengths if IDS not in lengths else {IDS: lengths[IDS]}  # texts of an embedding are not called so
     if not ids:
         return Collated(config)
@@ -64,8 +64,8 @@ def _lengths(column: Any) -> tuple[int, int] | None:
         or not len(column)
     ):
         return None
-    found = pyarrow.compute.min_max(pyarrow.compute.list_value_length(column)).as_py()
-    return found["min"], found["max"]
+    extremes = pyarrow.compute.min_max(pyarrow.compute.list_value_length(column)).as_py()
+    return extremes["min"], extremes["max"]
 
 
 def _ends(positions: Any, length: int) -> Iterator[bool]:

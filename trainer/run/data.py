@@ -31,10 +31,10 @@ def opened(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> tuple[Pr
     """Tokenizer and data. A run that is resumed is refused here, with ConfigError, if it would read other contents than
     the checkpoint's. A collective.
     """
-    found = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
+    tokenizer_and_data = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
     if resumed is not None:
         inputs.compare(config, ranks, resumed)
-    return found
+    return tokenizer_and_data
 
 
 def read_data(
@@ -71,8 +71,8 @@ def read_data(
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
     if task.plain and not prepared.plain:
-        takes = " and ".join(each.name for each in FORMATS.values() if each.plain)
-        what = f"the rows are {prepared.format}, and {task.name} takes {takes}; write sft"
+        plain_formats = " and ".join(form.name for form in FORMATS.values() if form.plain)
+        what = f"the rows are {prepared.format}, and {task.name} takes {plain_formats}; write sft"
         raise config.error("task", config.task, what)
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
@@ -90,13 +90,13 @@ def show_data(config: RunConfig, path: Path | None) -> None:
     """Print what became of the rows, with a histogram of their lengths; draw it into ``path``."""
     only_language(config, "--data-report")
     _, prepared = read_data(config, Ranks(), quiet=True)
-    found = prepared.report
-    if found is None:
+    data_report = prepared.report
+    if data_report is None:
         why = "data.streaming: nothing is read ahead of training, so there is no report"
         raise ConfigError(f"{why}; data.streaming=false writes one")
-    write_line(report.text(found))
+    write_line(report.text(data_report))
     if path is not None:
         try:
-            picture.save(report.draw(found), path)
+            picture.save(report.draw(data_report), path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--plot {path}: {error}") from None

@@ -51,8 +51,8 @@ def found(error: BaseException, *folders: Path) -> OSError | None:
         return None
     if isinstance(error, OSError) and error.errno:
         return error
-    said = " ".join(str(error).split()) if number == UNKNOWN else os.strerror(number)
-    return OSError(number, said, file)
+    reason = " ".join(str(error).split()) if number == UNKNOWN else os.strerror(number)
+    return OSError(number, reason, file)
 
 
 def _number(error: BaseException) -> int | None:
@@ -60,8 +60,8 @@ def _number(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     text, of_files = str(error), _is_of_files(error)
-    if (said := IN_WORDS.search(text)) and (of_files or isinstance(error, OSError | ValueError)):
-        return int(said[1] or said[2])
+    if (match := IN_WORDS.search(text)) and (of_files or isinstance(error, OSError | ValueError)):
+        return int(match[1] or match[2])
     if not (of_files or isinstance(error, OSError)):
         return None
     return next((number for words, number in BY_WORDS.items() if words in text), errno.EIO if of_files else None)
@@ -72,7 +72,7 @@ def _is_of_files(error: BaseException) -> bool:
     of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in OF_TORCH)
     of_torch = of_torch and NO_MEMORY not in str(error)
     of_tokenizers = type(error) is Exception and "(os error " in str(error)
-    of_safetensors = isinstance(error, SafetensorError) and any(each in str(error) for each in ("I/O error", *BY_WORDS))
+    of_safetensors = isinstance(error, SafetensorError) and any(word in str(error) for word in ("I/O error", *BY_WORDS))
     return of_torch or of_tokenizers or of_safetensors
 
 
@@ -81,7 +81,7 @@ def _is_inside(said: object, folders: Sequence[Path]) -> bool:
     text = os.fsdecode(said) if isinstance(said, str | bytes | os.PathLike) else ""
     path = os.path.abspath(text)  # noqa: PTH100 - nothing is looked at
     # A name of one word, as a folder `out`, may be part of any sentence.
-    names = {str(each) for folder in folders for each in (folder, folder.absolute()) if len(each.parts) > 1}
+    names = {str(form) for folder in folders for form in (folder, folder.absolute()) if len(form.parts) > 1}
     said_whole = (re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])") for name in names)
     is_above = any(name.startswith(path.rstrip("/") + "/") for name in names)
     return is_above or any(name.search(text) or name.search(path) for name in said_whole)
@@ -94,7 +94,7 @@ def folders_of(config: RunConfig) -> list[Path]:
     if isinstance(goes_on := config.training.resume_from_checkpoint, str):
         named.append(goes_on)
     cached = [HF_HOME, datasets_config.HF_DATASETS_CACHE, Path.home() / ".cache"]
-    return [Path(each).expanduser() for each in (*named, *cached) if each]
+    return [Path(place).expanduser() for place in (*named, *cached) if place]
 
 
 def line(error: OSError, config: RunConfig, *, doing: str = "", lost: str = "") -> str:
@@ -104,18 +104,18 @@ def line(error: OSError, config: RunConfig, *, doing: str = "", lost: str = "") 
     number, folder = error.errno, Path(config.training.output_dir)
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else f"the disk of {folder}"
     if number in FULL:
-        said, cure = f"{place} is full", "make room"
+        problem, cure = f"{place} is full", "make room"
     elif number == errno.EFBIG:
-        said, cure = f"{place}: {error.strerror}", "allow larger files (ulimit -f)"
+        problem, cure = f"{place}: {error.strerror}", "allow larger files (ulimit -f)"
     elif number == errno.EROFS:
-        said, cure = f"{place}: {error.strerror}", "mount it for writing; a disk that has failed is mounted so"
+        problem, cure = f"{place}: {error.strerror}", "mount it for writing; a disk that has failed is mounted so"
     elif number in DENIED:
-        said, cure = f"{place}: {error.strerror}", "let this user read and write there"
+        problem, cure = f"{place}: {error.strerror}", "let this user read and write there"
     elif number in GONE:
-        said, cure = f"{place}: {error.strerror}", "bring back what was moved, or mount its disk"
+        problem, cure = f"{place}: {error.strerror}", "bring back what was moved, or mount its disk"
     else:
-        said, cure = f"{place}: {error.strerror}", "look at the disk"
-    return f"{doing}{said}; {lost}{cure}, and {_again(folder)}"
+        problem, cure = f"{place}: {error.strerror}", "look at the disk"
+    return f"{doing}{problem}; {lost}{cure}, and {_again(folder)}"
 
 
 def explained(error: Exception, config: RunConfig) -> tuple[ExitCode, str] | None:

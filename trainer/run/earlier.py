@@ -46,16 +46,16 @@ def set_aside(config: RunConfig, found: Found | None) -> Iterator[str]:
     """Move what a run that resumes ``found`` does not go on with; yields lines to print. May raise OSError."""
     folder, overwrite = Path(config.training.output_dir), config.training.overwrite
     remove(folder / DRAFT)
-    given = [*checkpoint.folders(folder), *exports(folder)]
+    results = [*checkpoint.folders(folder), *exports(folder)]
     pictures, settings = ([folder / name for name in names] for names in (PICTURES, SETTINGS))
     if found is None:
-        things = [*given, *pictures, folder / METRICS] if given else []
+        things = [*results, *pictures, folder / METRICS] if results else []
         aside = move_aside(things, folder, copies=settings, overwrite=overwrite)
         if aside:
             yield f"a fresh run: the checkpoints and the export of the earlier one are now in {aside}"
         return
     if not is_of(folder, found):
-        others = [path for path in given if path.resolve() != found.path.resolve()]
+        others = [path for path in results if path.resolve() != found.path.resolve()]
         things = [*others, *pictures, folder / METRICS]
         aside = move_aside(things, folder, copies=settings, overwrite=False)
         if aside:
@@ -108,9 +108,9 @@ def _undone(folder: Path, found: Found) -> Iterator[Path]:
             step > found.step or (step == found.step and _other(path, digest))
         ):
             yield path
-    said = finished.said_by(folder / finished.NAME)
-    last, of = said.get("step"), said.get(finished.OF)
-    if isinstance(last, int) and (last > found.step or (last == found.step and of is not None and of != digest)):
+    record = finished.said_by(folder / finished.NAME)
+    last, base = record.get("step"), record.get(finished.OF)
+    if isinstance(last, int) and (last > found.step or (last == found.step and base is not None and base != digest)):
         yield from exports(folder)
 
 
@@ -123,11 +123,11 @@ def _other(path: Path, digest: str) -> bool:
 
 def _unnamed(folder: Path) -> Iterator[Path]:
     """Exports of no checkpoint that they name, and what was made of another export than the one beside it."""
-    given = exports(folder)
+    exported = exports(folder)
     if finished.said_by(folder / finished.NAME).get(finished.OF) is None:
-        yield from given
+        yield from exported
     else:
-        yield from (path for path in given if path.name != finished.NAME and not is_made_of(path, folder))
+        yield from (path for path in exported if path.name != finished.NAME and not is_made_of(path, folder))
 
 
 def is_made_of(path: Path, folder: Path) -> bool:
@@ -149,8 +149,8 @@ def move_aside(
     with ``overwrite``. Of a symbolic link the link moves, and nothing is deleted through it. May raise OSError.
     """
     names = {path.name for path in output_dir.iterdir()}  # a look at each would take an error for absence
-    there = [path for path in things if path.name in names]
-    if not there:
+    existing = [path for path in things if path.name in names]
+    if not existing:
         return None
     draft = output_dir / DRAFT
     remove(draft)
@@ -159,7 +159,7 @@ def move_aside(
         if path.is_file():
             shutil.copy2(path, draft / path.name)
             sync(draft / path.name)
-    replace_file(draft / MOVING, json.dumps([path.name for path in there]))
+    replace_file(draft / MOVING, json.dumps([path.name for path in existing]))
     numbered = (f"earlier-{number}" for number in itertools.count(1))
     folder = output_dir / (DELETED if overwrite else next(name for name in numbered if name not in names))
     if overwrite:

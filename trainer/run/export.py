@@ -105,13 +105,13 @@ def export(
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         named = dict(model.named_parameters())
-        if any(whole_shape(each) != tuple(each.shape) for each in named.values()):  # this rank has shares of some
+        if any(whole_shape(param) != tuple(param.shape) for param in named.values()):  # this rank has shares of some
             for name, parameter in named.items():
                 parameter.data = state[name]
         model = merged(model)
         state = model.state_dict()
     refuse_not_finite(model, state)
-    halves = any(each.dtype is torch.bfloat16 for each in model.parameters())  # adapters among them, of some tasks
+    halves = any(param.dtype is torch.bfloat16 for param in model.parameters())  # adapters among them, of some tasks
     rounds = trainer.args.bf16 or trainer.args.fp16 or halves or model.dtype is not torch.float32
     tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
     with replaced_folder(Path(config.training.output_dir) / NAME) as draft:
@@ -121,16 +121,16 @@ def export(
                 taken_apart = apart.save(model, draft, state, Spilled(folder))
                 spilled.refuse_damaged()
             else:
-                ours = {"selected_adapters": ["default"]} if has_adapters and not merge else {}  # TRL may add others
-                model.save_pretrained(draft, state_dict=dict(state), **ours)  # save_pretrained empties the dict
+                chosen = {"selected_adapters": ["default"]} if has_adapters and not merge else {}  # TRL may add others
+                model.save_pretrained(draft, state_dict=dict(state), **chosen)  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)
         with as_a_user(trainer):
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
             if has_adapters and not merge:  # a user names the labels, and how exact the base is: its files may say less
                 base |= {"dtype": section.dtype, **build.of_head(section, model.config)}
             base |= attention.of_export(section)
-            again = partial(reload, draft, task, trust_remote_code=section.trust_remote_code, **base)
-            reloaded = apart.opened(draft, again, Spilled(folder)) if taken_apart else again()
+            open_again = partial(reload, draft, task, trust_remote_code=section.trust_remote_code, **base)
+            reloaded = apart.opened(draft, open_again, Spilled(folder)) if taken_apart else open_again()
             round_base(reloaded, trainer.plan.layout)
             # Products in bf16, as ``logits`` were computed; in fp32 a mixture would choose other experts now and then.
             in_bf16 = trainer.args.bf16 and reloaded.dtype is torch.float32
@@ -219,8 +219,8 @@ def reload(folder: Path, task: Task, **options: Any) -> PreTrainedModel:
     keep_packing(model)
     refuse_different([f"{name} is not in the file" for name in loading["missing_keys"]])
     refuse_different(
-        f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
-        for name, found, wanted in loading["mismatched_keys"]
+        f"{name} has shape {tuple(stored)} in the file, not {tuple(expected)}"
+        for name, stored, expected in loading["mismatched_keys"]
     )
     return model
 
@@ -253,22 +253,22 @@ def compare(
     bit the trained one (in the dtype of the file), or, if ``names`` are compared, is missing. The base of adapters,
     which are compared without names, may have been rounded to train: what its file has, rounded so, is compared then.
     """
-    found, state = _by_parts(model.state_dict()), _by_parts(state)
+    reloaded, state = _by_parts(model.state_dict()), _by_parts(state)
     trained = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}  # the prefix is peft's
     # What peft keeps of a module that is trained in full is not saved, and a new head has other random numbers.
     trained = {name: tensor for name, tensor in trained.items() if ".original_module." not in name}
-    assert trained.keys() & found.keys(), "nothing to compare"
-    refuse_different(f"{name} is not in the model" for name in trained.keys() - found.keys() if names)
+    assert trained.keys() & reloaded.keys(), "nothing to compare"
+    refuse_different(f"{name} is not in the model" for name in trained.keys() - reloaded.keys() if names)
     refuse_different(
         f"{name} has other values"
-        for name in trained.keys() & found.keys()
-        if not _same(trained[name].detach().cpu(), found[name], rounded=not names)
+        for name in trained.keys() & reloaded.keys()
+        if not _same(trained[name].detach().cpu(), reloaded[name], rounded=not names)
     )
     model.eval()
     model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
-        again = scores(model(**probe)).float()
-        difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
+        reloaded_logits = scores(model(**probe)).float()
+        difference = float((reloaded_logits - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
     return difference
@@ -280,12 +280,12 @@ def _same(trained: Tensor, found: Tensor, *, rounded: bool) -> bool:
 
 def _by_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state``, with the parts of torchao's tensors, which cannot be compared as they are."""
-    found = dict[str, Tensor]()
-    for name, each in state.items():
-        flatten = getattr(each, "__tensor_flatten__", None)
+    comparable = dict[str, Tensor]()
+    for name, tensor in state.items():
+        flatten = getattr(tensor, "__tensor_flatten__", None)
         parts = flatten()[0] if flatten is not None else ()
-        found |= {f"{name}.{part}": getattr(each, part) for part in parts} or {name: each}
-    return found
+        comparable |= {f"{name}.{part}": getattr(tensor, part) for part in parts} or {name: tensor}
+    return comparable
 
 
 # --- the card: what a reader needs, and nothing of this machine; whoever publishes adds a licence ---------------------
@@ -315,11 +315,11 @@ def model_card(
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
         used.pop("peft", None)
-    said = (attention.sentence(config.model), *recipes)
-    source = ", ".join(dict.fromkeys(_source(one.path, one.name) for one in data.parts()))
+    sentences = (attention.sentence(config.model), *recipes)
+    source = ", ".join(dict.fromkeys(_source(part.path, part.name) for part in data.parts()))
     parts = [
         f"# {Path(config.training.output_dir).name}",
-        " ".join(filter(None, (_origin(config, hf_config.model_type), *said))),
+        " ".join(filter(None, (_origin(config, hf_config.model_type), *sentences))),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + of_best(config, state, "These are {}. ")
         + " ".join(_results(config, state.log_history)),
@@ -387,21 +387,21 @@ def _shown(value: Any) -> str:
 def _exactness(parities: Mapping[str, Parity], beside: str = "") -> str:
     """How training with each strategy compares with plain training, which tests hold it to."""
     exact = [name for name, parity in parities.items() if parity.tolerance == 0.0]
-    said = [f"{', '.join(exact)} bit for bit"] if exact else []
-    said += [
+    claims = [f"{', '.join(exact)} bit for bit"] if exact else []
+    claims += [
         f"{name} to {parity.tolerance:.0e} of the largest weight ({parity.reason})"
         for name, parity in parities.items()
         if name not in exact and not parity.is_lossy
     ]
     lossy = "; ".join(f"{name}: {parity.reason}" for name, parity in parities.items() if parity.is_lossy)
-    equal = f"Training equals plain training{beside}: {'; '.join(said)}. " if said and not lossy else ""
+    equal = f"Training equals plain training{beside}: {'; '.join(claims)}. " if claims and not lossy else ""
     return f"Training is lossy, and does not equal plain training{beside} ({lossy}). " if lossy else equal
 
 
 def _strategies(config: RunConfig) -> str:
     """Each strategy with the options that the config sets."""
-    found = []
+    described = []
     for name, strategy in config.strategies.items():
         options = [f"{key} {_shown(value)}" for key, value in strategy.model_dump(exclude_unset=True).items()]
-        found.append(f"{name} ({', '.join(options)})" if options else name)
-    return ", ".join(found) or "none"
+        described.append(f"{name} ({', '.join(options)})" if options else name)
+    return ", ".join(described) or "none"

@@ -97,14 +97,14 @@ def _say(error: UserError | Stopped, ranks: Ranks, stop: Stop) -> None:
 def _failed(error: Exception, config: RunConfig, plan: Plan | None, stop: Stop, watchdog: Watchdog | None) -> ExitCode:
     """The exit code of an error that is not the user's, after it was printed."""
     code, shown, asked_before = ExitCode.FAILED, True, stop.is_asked
-    if said := next(filter(None, (knows(error, config) for knows in KNOWN)), None):
-        code, shown = said[0], False
-        write_line(said[1], sys.stderr)
+    if explained := next(filter(None, (knows(error, config) for knows in KNOWN)), None):
+        code, shown = explained[0], False
+        write_line(explained[1], sys.stderr)
     if plan is not None and oom.is_shortage(error):
         write_line("\n".join(oom.explain(config, plan, error)), sys.stderr)
         code = ExitCode.OUT_OF_MEMORY
-    if isinstance(error, DistError) or any(said in str(error) for said in GLOO_SAYS):
-        if watchdog is not None and any(said in str(error) for said in TIMEOUT_SAYS):
+    if isinstance(error, DistError) or any(words in str(error) for words in GLOO_SAYS):
+        if watchdog is not None and any(words in str(error) for words in TIMEOUT_SAYS):
             where = "".join(traceback.format_exception(error))
             watchdog.tell(f"a collective has waited for {timeout_s(config)} s (training.ddp_timeout)", where)
         # The rank that failed first reports why, and the launcher ends this one, unless that rank was killed.

@@ -60,8 +60,8 @@ def before(config: RunConfig, found: Found, changed: Mapping[str, str] = {}) -> 
     # How many steps an epoch has follows from rows and batches. What is honoured otherwise needs a step to be seen.
     if config.training.max_steps <= 0 and any(rule != "said" for rule in changed.values()):
         return None
-    wanted = about(config, step, found.path)
-    del wanted[BEST]  # it follows from the evaluations, which the checkpoint has
-    if wanted[OF] is None or not intact(folder, KIND, wanted):
+    expected = about(config, step, found.path)
+    del expected[BEST]  # it follows from the evaluations, which the checkpoint has
+    if expected[OF] is None or not intact(folder, KIND, expected):
         return None
     return f"finished before, at step {step}: {folder} is whole and of that step; nothing was changed"

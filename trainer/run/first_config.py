@@ -115,17 +115,17 @@ def first_config(asked: Asked, command: str, say: Callable[[str], None]) -> Firs
         tree = _tree(asked)
         _look_at(tree)
         if away:
-            said = f"{asked.model} cannot be read here ({away}), so nothing was fitted to the card"
+            summary = f"{asked.model} cannot be read here ({away}), so nothing was fitted to the card"
             how = f"deepstow fit --config {quote(str(asked.out))} does so where it can be"
-            return First(_text(tree, command, [f"Not fitted to a card: {how}"]), f"{said}; {how}", False)
+            return First(_text(tree, command, [f"Not fitted to a card: {how}"]), f"{summary}; {how}", False)
         positions = declared(config_of(load_tree(tree)))
         if positions:
             tree["data"]["max_length"] = min(tree["data"]["max_length"], positions)
         say(f"fitting {asked.name} of {asked.model} to {asked.machine.name}")
         row = _fitted(tree, asked.machine, STARTS[asked.name].least)
     answer = _of(row, accelerated=asked.machine.device_kind != "cpu")
-    said = f"{asked.name} of {asked.model} on {asked.machine.name}: {answer}"
-    return First(_text(tree, command, [f"On {asked.machine.name} it {answer}."]), said, row.fits)
+    summary = f"{asked.name} of {asked.model} on {asked.machine.name}: {answer}"
+    return First(_text(tree, command, [f"On {asked.machine.name} it {answer}."]), summary, row.fits)
 
 
 @contextmanager
@@ -134,8 +134,8 @@ def _named(model: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said = f"model.name_or_path = {model!r}"
-        error.rewrite(lambda line: line.removeprefix(f"{COMMAND_LINE}: ").replace(said, f"--model {model}"))
+        written = f"model.name_or_path = {model!r}"
+        error.rewrite(lambda line: line.removeprefix(f"{COMMAND_LINE}: ").replace(written, f"--model {model}"))
         raise
 
 
@@ -194,23 +194,23 @@ def _look_at(tree: Tree) -> None:
 
 def _labels(source: Source, column: str) -> list[str]:
     """The labels of the rows, in order; empty if they are numbers to predict, or lists."""
-    found = set[str | int]()
+    labels = set[str | int]()
     for row in source.rows([column]):
         value = row.values.get(column) if isinstance(row.values, Mapping) else None
-        if isinstance(value, bool) or not isinstance(value, str | int) or len(found) > MOST_LABELS:
+        if isinstance(value, bool) or not isinstance(value, str | int) or len(labels) > MOST_LABELS:
             return []
-        found.add(value)
-    return [str(each) for each in sorted(found, key=lambda each: (isinstance(each, str), each))]
+        labels.add(value)
+    return [str(label) for label in sorted(labels, key=lambda each: (isinstance(each, str), each))]
 
 
 def _has_template(model: str) -> bool:
     """Whether a saved model brings a chat template, as far as its small files say, or may bring one."""
     if (path := hub.file_of(model, "chat_template.jinja")) is not None and path.exists():
         return True
-    about = hub.file_of(model, "tokenizer_config.json")
-    if about is None or not about.exists():
+    tokenizer_config = hub.file_of(model, "tokenizer_config.json")
+    if tokenizer_config is None or not tokenizer_config.exists():
         return not Path(model).expanduser().is_dir()  # of the hub's nobody knows: it may have the right one
-    return '"chat_template"' in about.read_text(encoding="utf-8", errors="replace")
+    return '"chat_template"' in tokenizer_config.read_text(encoding="utf-8", errors="replace")
 
 
 def _fitted(tree: Tree, machine: Machine, least: int) -> FitRow:
@@ -229,8 +229,8 @@ def _fitted(tree: Tree, machine: Machine, least: int) -> FitRow:
         if (row := ways(rows, plain=True)[0]).fits:
             return row
         rows //= 2
-    found = ways(least, plain=False)
-    row = fastest([each for each in found if each.fits] or found[-1:])  # if nothing fits, with all that saves memory
+    fit_rows = ways(least, plain=False)
+    row = fastest([way for way in fit_rows if way.fits] or fit_rows[-1:])  # if nothing fits, with all that saves memory
     tree["strategies"] = row.tree["strategies"]
     return row
 
@@ -240,8 +240,8 @@ def _of(row: FitRow, *, accelerated: bool) -> str:
     if not row.fits:
         return f"does not fit: {row.refused or row.lacks}"
     parts = [f"{human(row.needed[tier])} of the {tier.value}" for tier in Tier if row.needed.get(tier)]
-    takes = ", ".join(parts) if accelerated else f"{human(sum(row.needed.values()))} of memory"
-    return f"fits: {takes}" + ("" if row.seconds is None else f", {row.seconds:.2g} s per step (simulated)")
+    memory = ", ".join(parts) if accelerated else f"{human(sum(row.needed.values()))} of memory"
+    return f"fits: {memory}" + ("" if row.seconds is None else f", {row.seconds:.2g} s per step (simulated)")
 
 
 def _text(tree: Tree, command: str, said: Sequence[str]) -> str:

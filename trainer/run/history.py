@@ -75,14 +75,14 @@ def number(value: object) -> float | None:
 def read(folder: Path) -> History:
     """The history in ``folder``. Raise DataError if no run has written there."""
     try:
-        found = list(records(foreign.lines_of(folder / "metrics.jsonl")))
+        logged = list(records(foreign.lines_of(folder / "metrics.jsonl")))
         text = foreign.text_of(folder / "config.yaml")
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: no run's folder, with config.yaml and metrics.jsonl: {error}") from None
     config, document = yaml_file.parse(text, str(folder / "config.yaml"))
     if document.problems:
         raise DataError(f"{folder}: no run's folder: {document.problems[0]}")
-    return History(folder, config if isinstance(config, dict) else {}, found)
+    return History(folder, config if isinstance(config, dict) else {}, logged)
 
 
 def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -117,22 +117,22 @@ SUMMARY = ("run", "steps", "loss", "eval loss", "tokens/s", "MFU", "device", "ho
 
 def agreement(first: History, second: History) -> str:
     """Up to which step two runs logged the same losses, to the last digit."""
-    ours, theirs = dict(first.curve("loss")), dict(second.curve("loss"))
-    common = sorted(ours.keys() & theirs.keys())
+    first_losses, second_losses = dict(first.curve("loss")), dict(second.curve("loss"))
+    common = sorted(first_losses.keys() & second_losses.keys())
     if not common:
         return "no step was logged by both"
-    parts = next((step for step in common if ours[step] != theirs[step]), None)
+    parts = next((step for step in common if first_losses[step] != second_losses[step]), None)
     if parts is None:
         return f"the same losses to the last digit, at all {len(common)} steps that both have logged"
-    return f"losses differ from step {parts} on: {ours[parts]} and {theirs[parts]}"
+    return f"losses differ from step {parts} on: {first_losses[parts]} and {second_losses[parts]}"
 
 
 def spark(curve: Curve, width: int = 60) -> str:
     """A curve as one line of blocks, the mean of each part of it; the highest is a full block, a gap is not finite."""
     size = -(-len(curve) // width)
     means = [sum(value for _, value in curve[at : at + size]) / size for at in range(0, len(curve) - size + 1, size)]
-    known = [mean for mean in means if isfinite(mean)]
-    low, high = min(known, default=0), max(known, default=0)
+    finite = [mean for mean in means if isfinite(mean)]
+    low, high = min(finite, default=0), max(finite, default=0)
     return "".join(LEVELS[1 + int(7 * _share(m, low, high))] if isfinite(m) else LEVELS[0] for m in means)
 
 

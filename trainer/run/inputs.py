@@ -37,7 +37,7 @@ PLACE = "model.name_or_path"
 
 def is_read_again(config: RunConfig) -> bool:
     """Whether the bits of a resumed run depend on the weights that training began with."""
-    by_recipe = any(each.reads_weights_again(config) for each in config.switched_on)
+    by_recipe = any(recipe.reads_weights_again(config) for recipe in config.switched_on)
     return config.model.lora is not None or config.chosen_task.has_reference or by_recipe
 
 
@@ -48,8 +48,8 @@ def compare(config: RunConfig, ranks: Ranks, resumed: Resumed) -> None:
     weights, moved = run.model.weights, PLACE in resumed.places
     with agreement(ranks, WEEK_S) as together:
         if weights is not None and (moved or is_read_again(config)):
-            found = together.by_some(ranks.is_first_local, partial(_hash, config))
-            resumed.weights = next((each for each in found if each != weights), weights)
+            hashes = together.by_some(ranks.is_first_local, partial(_hash, config))
+            resumed.weights = next((digest for digest in hashes if digest != weights), weights)
             fact = "seed" if config.model.name_or_path is None else "weights"
             resumed.compare_fact(config, fact, weights, resumed.weights)
         for recipe in config.switched_on:
@@ -69,8 +69,8 @@ def _unknown(config: RunConfig, run: About, name: str) -> list[str]:
     }
     if not any(lacks.values()):
         return []
-    what = " and ".join(each for each, lacking in lacks.items() if lacking)
-    return [f"{name} is of a release that kept no hash of {what}: not compared; checkpoints from here on have it"]
+    unknown = " and ".join(fact for fact, lacking in lacks.items() if lacking)
+    return [f"{name} is of a release that kept no hash of {unknown}: not compared; checkpoints from here on have it"]
 
 
 def recorded(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str | None:

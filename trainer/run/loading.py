@@ -74,8 +74,8 @@ def _share(value: Any) -> None:
     if isinstance(value, Tensor):
         value.share_memory_()
     elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            _share(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _share(item)
 
 
 def guard(loader: DataLoader[Any], timeout_s: float) -> None:
@@ -91,8 +91,8 @@ def _begin(then: Callable[[int], None] | None, number: int) -> None:
     """In a loading process. A terminal's signals go to all, and so does SIGTERM from DeepSpeed's launcher; without its
     loaders a run cannot finish the step. They end with it: torch asks them to, or they see that it is gone.
     """
-    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
     if then is not None:
         then(number)
 
@@ -129,10 +129,10 @@ def _watch(timeout_s: float, over: threading.Event, end: Callable[[str], None]) 
     since_s: dict[psutil.Process, float] = {}
     while not over.wait(min(LOOK_S, timeout_s / LOOKS)):
         now_s = time.monotonic()
-        since_s = {each: since_s.get(each, now_s) for each in psutil.Process().children() if _is_stopped(each)}
+        since_s = {child: since_s.get(child, now_s) for child in psutil.Process().children() if _is_stopped(child)}
         if since_s and now_s - min(since_s.values()) >= timeout_s:
-            for each in since_s:
-                each.kill()  # it would be left behind
+            for child in since_s:
+                child.kill()  # it would be left behind
             end(f"{KEY}: a process that loads batches was stopped for {timeout_s:.0f} s; {FEWER}")
             return
 
@@ -146,19 +146,19 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 def end_all() -> None:
     """Kill the loading processes that are left: one that is stopped would keep this one from ending."""
-    if left := multiprocessing.active_children():
+    if children := multiprocessing.active_children():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error, wherever this process is
-    for each in left:
-        each.kill()
+    for child in children:
+        child.kill()
 
 
 def _free() -> int | None:
     """Bytes that ``/dev/shm`` has room for; None if that cannot be known."""
     try:
-        found = os.statvfs(SHARED)
+        stats = os.statvfs(SHARED)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return stats.f_bavail * stats.f_frsize
 
 
 def explained(error: Exception) -> tuple[ExitCode, str] | None:
@@ -167,7 +167,7 @@ def explained(error: Exception) -> tuple[ExitCode, str] | None:
         return ExitCode.DISK, f"{KEY}: {FULL} ({first_line(error)}); {LARGER}"  # a semaphore lies there, too
     if isinstance(error, RuntimeError):
         for line in str(error).splitlines():
-            for said, code, what, cure in SAID:
-                if said in line:
+            for words, code, what, cure in SAID:
+                if words in line:
                     return code, f"{KEY}: {what} ({line.strip()}); {cure}"
     return None

@@ -71,15 +71,15 @@ def held(config: RunConfig, lost: Callable[[str], None]) -> Iterator[str]:
     folder = Path(config.training.output_dir)
     path = folder / NAME
     try:
-        made = [each for each in (folder.absolute(), *folder.absolute().parents) if not each.exists()]
+        new_folders = [parent for parent in (folder.absolute(), *folder.absolute().parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         handle, content = _take(config, path)
-        own = folder.stat()
+        folder_stat = folder.stat()
     except OSError as error:
         what = f"cannot be written ({error.strerror}); name another folder"
         raise config.error(KEY, config.training.output_dir, what) from None
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(handle, folder, own, over, lost), name="lock", daemon=True)
+    thread = threading.Thread(target=_watch, args=(handle, folder, folder_stat, over, lost), name="lock", daemon=True)
     thread.start()
     try:
         with _folder_held(config):
@@ -90,29 +90,29 @@ def held(config: RunConfig, lost: Callable[[str], None]) -> Iterator[str]:
         with suppress(OSError):
             path.unlink()  # while it is ours
         os.close(handle)
-        if made:
+        if new_folders:
             with suppress(OSError):
-                if [each.name for each in folder.iterdir()] == [ROOM]:  # the run was refused
+                if [entry.name for entry in folder.iterdir()] == [ROOM]:  # the run was refused
                     (folder / ROOM).unlink()
-        for each in made:
+        for new_folder in new_folders:
             with suppress(OSError):  # only what is empty
-                each.rmdir()
+                new_folder.rmdir()
 
 
 @contextmanager
 def _folder_held(config: RunConfig) -> Iterator[None]:
     """Inside, this process alone has the folder itself locked, where that can be. Raise ConfigError if another has."""
-    kept: list[int] = []  # the descriptor, while it is ours
+    handles: list[int] = []  # the descriptor, while it is ours
 
     def close() -> None:
-        while kept:
-            os.close(kept.pop())
+        while handles:
+            os.close(handles.pop())
 
     with suppress(OSError):  # of a folder that cannot be read
-        kept.append(os.open(config.training.output_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        handles.append(os.open(config.training.output_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     os.register_at_fork(after_in_child=close)
     try:
-        for handle in kept:
+        for handle in handles:
             _lock_folder(handle)
     except BlockingIOError:
         close()
@@ -123,7 +123,7 @@ def _folder_held(config: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        for handle in kept:
+        for handle in handles:
             fcntl.flock(handle, fcntl.LOCK_UN)  # also of a copy in a process that was forked just now
         close()
 
@@ -163,10 +163,10 @@ def _is_there(folder: Path, own: os.stat_result) -> bool:
 
 def _is_touched(handle: int) -> bool:
     """Whether somebody touches the file within ``WATCHED_S``."""
-    before, end_s = os.fstat(handle).st_mtime_ns, time.monotonic() + WATCHED_S
+    mtime_ns, end_s = os.fstat(handle).st_mtime_ns, time.monotonic() + WATCHED_S
     while time.monotonic() < end_s:
         time.sleep(min(1.0, WATCHED_S / 4))
-        if os.fstat(handle).st_mtime_ns != before:
+        if os.fstat(handle).st_mtime_ns != mtime_ns:
             return True
     return False
 
@@ -190,25 +190,25 @@ def _take(config: RunConfig, path: Path) -> tuple[int, str]:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise OSError(errno.EINVAL, f"{NAME} is no file")
             works = _lock(handle)
-            found = read(os.pread(handle, 4096, 0))
+            holder = read(os.pread(handle, 4096, 0))
             if works is None:
-                if found is None or time.monotonic() - began_s > _patience_s(found):
-                    raise _refused(config, path, found)
+                if holder is None or time.monotonic() - began_s > _patience_s(holder):
+                    raise _refused(config, path, holder)
                 time.sleep(LOOK_S)
                 os.close(handle)
                 continue
             if not _is_at(handle, path):  # the former holder has just removed it
                 os.close(handle)
                 continue
-            own = Holder(os.getpid(), socket.gethostname(), started_at(os.getpid()) or time.time())
-            if found is not None and found.host != own.host:
-                write_line(f"{path}: of another host: {found.said()}; watching whether it is in use")
+            ours = Holder(os.getpid(), socket.gethostname(), started_at(os.getpid()) or time.time())
+            if holder is not None and holder.host != ours.host:
+                write_line(f"{path}: of another host: {holder.said()}; watching whether it is in use")
                 in_use = _is_touched(handle)
             else:  # a pid may be ours now, as 1 is in every container
-                in_use = found is not None and not works and found.pid != own.pid and lives(found.pid, found.start)
+                in_use = holder is not None and not works and holder.pid != ours.pid and lives(holder.pid, holder.start)
             if in_use:
-                raise _refused(config, path, found)
-            content = json.dumps(own._asdict())
+                raise _refused(config, path, holder)
+            content = json.dumps(ours._asdict())
             try:
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, content.encode(), 0)
@@ -259,8 +259,8 @@ def _is_at(handle: int, path: Path) -> bool:
 def read(content: bytes) -> Holder | None:
     """The holder that a lock file names; None if it was not written to its end."""
     try:
-        found = json.loads(content)
-        return Holder(int(found["pid"]), str(found["host"]), float(found["start"]))
+        fields = json.loads(content)
+        return Holder(int(fields["pid"]), str(fields["host"]), float(fields["start"]))
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -39,7 +39,7 @@ def refuse(config: RunConfig, ranks: Ranks) -> None:
         return
     with agreement(ranks, TIMEOUT_S) as together:
         firsts = together.gathered(ranks.rank - ranks.local_rank)
-    for strategy in (each for each in config.strategies.values() if isinstance(each, KnowsMachines)):
+    for strategy in (strategy for strategy in config.strategies.values() if isinstance(strategy, KnowsMachines)):
         for refused in strategy.refuses_machines(firsts):
             raise config.error(refused.key, refused.value, refused.cure)
 
@@ -47,9 +47,9 @@ def refuse(config: RunConfig, ranks: Ranks) -> None:
 def agreed(ranks: Ranks, machine: Machine) -> Machine:
     """``machine`` with the least memory that any rank found on its own; a collective."""
     with agreement(ranks, TIMEOUT_S) as together:
-        found = (machine.host_available_bytes, machine.host_own_bytes, machine.device_total_bytes)
-        host, own, device = map(min, zip(*together.gathered(found), strict=True))
-    return replace(machine, host_available_bytes=host, host_own_bytes=own, device_total_bytes=device)
+        memory_bytes = (machine.host_available_bytes, machine.host_own_bytes, machine.device_total_bytes)
+        host_bytes, own_bytes, device_bytes = map(min, zip(*together.gathered(memory_bytes), strict=True))
+    return replace(machine, host_available_bytes=host_bytes, host_own_bytes=own_bytes, device_total_bytes=device_bytes)
 
 
 def refuse_other_plans(ranks: Ranks, plans: Sequence[Plan]) -> None:
@@ -57,13 +57,13 @@ def refuse_other_plans(ranks: Ranks, plans: Sequence[Plan]) -> None:
     or in blocks that run again in backward, and exchange again; a collective.
     """
     keeps = [plan.keep(unit.name) for plan in plans for unit in plan.facts.units]
-    made = repr(([plan.layout for plan in plans], [(keep.policy, keep.kept, keep.hosted) for keep in keeps]))
+    plan_text = repr(([plan.layout for plan in plans], [(keep.policy, keep.kept, keep.hosted) for keep in keeps]))
     with agreement(ranks, TIMEOUT_S) as together:
-        said = together.gathered(hashlib.sha256(made.encode()).hexdigest())
-    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-    if other is not None:
+        digests = together.gathered(hashlib.sha256(plan_text.encode()).hexdigest())
+    outlier = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if outlier is not None:
         raise ConfigError(
-            f"rank {other} makes another plan than rank 0: their machines have other devices or measured rates; give "
+            f"rank {outlier} makes another plan than rank 0: their machines have other devices or measured rates; give "
             f"all the same rates ({stored_at()}), or set strategies.offload.site, weights and gradients yourself"
         )
 
@@ -84,10 +84,10 @@ def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan, say: Callab
 
     with agreement(ranks, TIMEOUT_S) as together:
         needed = together.gathered((machine, file_bytes(plan.layout)))
-        here = sum(num_bytes for first, num_bytes in needed if first == machine)
-        together.by_some(ranks.is_first_local, lambda: reserve(here) if here else None)
+        machine_bytes = sum(num_bytes for first, num_bytes in needed if first == machine)
+        together.by_some(ranks.is_first_local, lambda: reserve(machine_bytes) if machine_bytes else None)
     rates, named = plan.facts.machine.rates, ", ".join(folders)
-    if here and rates is not None and rates.disk_folder != named:
+    if machine_bytes and rates is not None and rates.disk_folder != named:
         on_drives = [folder for folder in folders if Path(folder).is_dir()]
         systems = len({Path(folder).stat().st_dev for folder in on_drives})
         if systems < len(on_drives):

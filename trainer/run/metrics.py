@@ -38,22 +38,22 @@ def refuse(config: RunConfig) -> None:
 
 def found(config: RunConfig, key: str) -> Callable[..., Any] | None:
     """The function that a key of ``training`` names; None if it names none. May raise ConfigError."""
-    given: str | None = getattr(config.training, key)
-    if given is None:
+    reference: str | None = getattr(config.training, key)
+    if reference is None:
         return None
     try:
-        work = named(given, config.folders(f"training.{key}"))
+        work = named(reference, config.folders(f"training.{key}"))
     except Unusable as error:
-        raise config.error(f"training.{key}", given, str(error)) from None
+        raise config.error(f"training.{key}", reference, str(error)) from None
     if not callable(work):
-        raise config.error(f"training.{key}", given, f"{given.partition(':')[2]} is no function")
+        raise config.error(f"training.{key}", reference, f"{reference.partition(':')[2]} is no function")
     return work  # type: ignore[no-any-return]
 
 
 def beside(own: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     """A Trainer's keyword arguments, with the functions of the config beside the task's ``own``."""
-    theirs, keeps = (found(config, key) for key in KEYS)
-    if theirs is None:
+    user_measure, keeps = (found(config, key) for key in KEYS)
+    if user_measure is None:
         return own
     measure, keep = (own.get(key) for key in KEYS)
 
@@ -61,9 +61,9 @@ def beside(own: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return tuple(work(logits, labels) if work else logits for work in (keep, keeps))  # type: ignore[return-value]
 
     def compute(prediction: EvalPrediction) -> dict[str, Any]:
-        mine, other = (type(prediction)(part, prediction.label_ids) for part in prediction.predictions)
-        numbers: dict[str, Any] = measure(mine) if measure else {}
-        return {**numbers, **checked(theirs(other), config)}
+        for_task, for_user = (type(prediction)(part, prediction.label_ids) for part in prediction.predictions)
+        numbers: dict[str, Any] = measure(for_task) if measure else {}
+        return {**numbers, **checked(user_measure(for_user), config)}
 
     return {**own, **dict(zip(KEYS, (compute, preprocess), strict=True))}
 

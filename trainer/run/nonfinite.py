@@ -135,12 +135,12 @@ def first_not_finite(trainer: Trainer, gradient: str | None) -> str:
         (-1, gradients),
     )
     for order, phase in phases:
-        mine = (trainer.execution.position, next(phase, None))
-        found = [mine]
+        verdict = (trainer.execution.position, next(phase, None))
+        verdicts = [verdict]
         if trainer.execution.forward_is_collective:
-            found *= trainer.args.world_size
-            torch.distributed.all_gather_object(found, mine)
-        for _, what in sorted(found, key=lambda each: order * each[0]):
+            verdicts *= trainer.args.world_size
+            torch.distributed.all_gather_object(verdicts, verdict)
+        for _, what in sorted(verdicts, key=lambda each: order * each[0]):
             if what is not None:
                 return str(what)
     return "nothing that could be found again"
@@ -153,26 +153,26 @@ def _bad_weights(model: nn.Module) -> Iterator[str]:
 
 def _bad_outputs(model: nn.Module, forward: Callable[[], object]) -> Iterator[str]:
     """Modules whose output is not finite, in the order in which they return."""
-    found: list[str] = []
+    culprits: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if any(_is_bad(tensor) for tensor in tensors_in(output)) and not any(map(_is_bad, tensors_in(inputs))):
-            found.append(f"the output of {name}" if name else "the loss")
+            culprits.append(f"the output of {name}" if name else "the loss")
 
     with torch.no_grad(), torch.random.fork_rng(), ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_hook(partial(look, name)))
         forward()
-    yield from found
+    yield from culprits
 
 
 def _bad_gradients(model: nn.Module, backward: Callable[[], object]) -> Iterator[str]:
     """Parameters whose gradient is not finite, in the order of backward. Clipping has overwritten those of the step."""
-    found: list[str] = []
+    culprits: list[str] = []
 
     def look(name: str, param: Tensor) -> None:
         if _is_bad(param.grad):
-            found.append(f"the gradient of {name}")
+            culprits.append(f"the gradient of {name}")
 
     model.zero_grad()
     with torch.random.fork_rng(), ExitStack() as hooks:
@@ -181,7 +181,7 @@ def _bad_gradients(model: nn.Module, backward: Callable[[], object]) -> Iterator
                 hooks.enter_context(param.register_post_accumulate_grad_hook(partial(look, name)))
         backward()
     model.zero_grad()
-    yield from found
+    yield from culprits
 
 
 def _is_bad(tensor: Tensor | None) -> bool:

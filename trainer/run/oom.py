@@ -39,8 +39,8 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
     lines.append(f"temporaries of forward and backward, at most: {human(temporaries)}")
     for tier, measured in ((Tier.DEVICE, device_peak_bytes()), (Tier.HOST, host_peak_bytes())):
         mapped = mapped_bytes(plan.layout) if tier is Tier.HOST and plan.layout is not None else 0
-        others = f", up to {human(mapped)} of it other ranks'" if mapped else ""
-        lines += [f"measured peak so far, {tier.value}: {human(measured)}{others}"] if measured is not None else []
+        shared = f", up to {human(mapped)} of it other ranks'" if mapped else ""
+        lines += [f"measured peak so far, {tier.value}: {human(measured)}{shared}"] if measured is not None else []
     lines.append("what would free memory on the device, the most first:")
     freed = sorted(cures(config, plan), key=lambda cure: -cure[1])
     return lines + [f"  {change}: {human(size)}" for change, size in freed if size > 0]
@@ -51,9 +51,9 @@ def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
     run, training, units = plan.facts.run, config.training, plan.units()
     saved = sum(plan.saved_bytes(unit.name) for unit in units)
     if run.micro_batch > 1:
-        half = run.micro_batch // 2
-        rest = f"per_device_train_batch_size: {half}, gradient_accumulation_steps: {run.micro_batches * 2}"
-        yield f"training: {{{rest}}}", saved - saved * half // run.micro_batch
+        half_batch = run.micro_batch // 2
+        change = f"per_device_train_batch_size: {half_batch}, gradient_accumulation_steps: {run.micro_batches * 2}"
+        yield f"training: {{{change}}}", saved - saved * half_batch // run.micro_batch
     elif run.sequence > 1:
         yield f"data.max_length: {run.sequence // 2}", saved // 2
     if not (training.gradient_checkpointing or training.activation_checkpointing):
@@ -62,8 +62,8 @@ def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
             ways = [by_policy(unit, policy, hosts=hosts and index < end) for index, unit in enumerate(units)]
             if not hosts or any(way.hosted for way in ways):
                 words = f"policy: {policy}{', activation_offloading: true' * hosts}"
-                kept = plan.passes_peak([way.saved for way in ways], [0] * len(units))
-                yield f"strategies: {{recompute: {{{words}}}}}", plan.saved_peak() - kept
+                peak = plan.passes_peak([way.saved for way in ways], [0] * len(units))
+                yield f"strategies: {{recompute: {{{words}}}}}", plan.saved_peak() - peak
     if plan.layout is not None:
         lower = plan.peak(Tier.DEVICE) * 9 // 10
         yield f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Tier.DEVICE) - lower

@@ -83,8 +83,8 @@ class Comparison:
         expected = "planned" if self.unit == "bytes" else "simulated"
         if abs(self.error) < SAME:
             return f"{self._shown(self.measured)}, as {expected}"
-        much = f"{abs(self.error):.0%} {'more' if self.error > 0 else 'less'}"
-        return f"{self._shown(self.measured)}; {expected}: {self._shown(self.predicted)}, {much}"
+        difference = f"{abs(self.error):.0%} {'more' if self.error > 0 else 'less'}"
+        return f"{self._shown(self.measured)}; {expected}: {self._shown(self.predicted)}, {difference}"
 
     def _shown(self, number: float) -> str:
         return human(int(number)) if self.unit == "bytes" else f"{number:.3g} s"
@@ -101,10 +101,10 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
     """
     storages: dict[int, int] = {}
     alive: list[Tensor] = []  # a block's first forward shows what it will keep and does not keep it yet
-    own = getcurrent()
+    coroutine = getcurrent()
 
     def show(tensor: Tensor) -> None:
-        if getcurrent() is own:
+        if getcurrent() is coroutine:
             alive.append(tensor)
             pack(tensor)
 
@@ -116,7 +116,7 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
             storages[address] = 0 if address in weights else storage.nbytes()
         return tensor
 
-    recomputed = [found for module in model.modules() if (found := checkpointed(module)) is not None]
+    recomputed = [watched for module in model.modules() if (watched := checkpointed(module)) is not None]
     for block in recomputed:
         block.watch = show
     try:
@@ -175,8 +175,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         times = step + 1 in self._timed and self._clock is None
         if model.training and counts:
             self._countable = False  # others may begin before this one ends
-            own = partial(self._look, getcurrent())
-            with model.register_forward_pre_hook(own, with_kwargs=True), count_saved(model) as storages:
+            look = partial(self._look, getcurrent())
+            with model.register_forward_pre_hook(look, with_kwargs=True), count_saved(model) as storages:
                 yield
             self._storages = storages
         elif model.training and times and (blocks := find_blocks(model)):
@@ -207,8 +207,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if step in self._timed:
             self._step_s[step] = self._now() - self._step_began_s
             self._hooks.close()
-            if self._clock is not None and (found := self._clock.seconds()) is not None:
-                self._unit_times.append(found)
+            if self._clock is not None and (times := self._clock.seconds()) is not None:
+                self._unit_times.append(times)
         if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
             if 0 < self._tokens < (planned := self._plan.facts.run.sequence):
@@ -228,20 +228,20 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     def _say(self, when: str, rows: list[Comparison]) -> None:
         """Print the most important of ``rows``, and write all into ``plan.txt`` and ``plan.json`` after those there."""
         self._rows += rows
-        some = (each for each in rows if each.owner in PRINTED and (each.predicted or each.measured))
-        printed = [_row(PRINTED[each.owner], each.words) for each in some]
+        important = (row for row in rows if row.owner in PRINTED and (row.predicted or row.measured))
+        printed = [_row(PRINTED[row.owner], row.words) for row in important]
         write_line("\n".join([f"measured {when}:", *printed]))
-        measured = [{**asdict(each), "error": each.error} for each in self._rows]
+        measured = [{**asdict(row), "error": row.error} for row in self._rows]
         with suppress(OSError):  # of a full disk; it has been printed
             content = json.dumps({**json.loads(self._shown), "measured": measured}, indent=1)
             replace_file(self._folder / "plan.json", content)
-            self._note("", f"plan against run, {when}", *table(HEADER, (each.cells() for each in rows), HEADER[1:]))
+            self._note("", f"plan against run, {when}", *table(HEADER, (row.cells() for row in rows), HEADER[1:]))
 
     def _note(self, *lines: str) -> None:
         """Add lines to ``plan.txt``. Raises OSError."""
         file = self._folder / "plan.txt"
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
-        replace_file(file, before + "\n".join([*lines, ""]))
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        replace_file(file, text + "\n".join([*lines, ""]))
 
     def _now(self) -> float:
         if self._plan.facts.machine.has_accelerator:
@@ -254,8 +254,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         first, last, timings = min(self._step_s), max(self._step_s), None
         steps = f"steps {first} to {last}" if last > first else f"step {first}"
         if self._unit_times:
-            found = without_again(median_of(self._unit_times), self._plan.facts_as_kept())
-            timings = replace(found, origin=f"measured in {steps} of a run")
+            times = without_again(median_of(self._unit_times), self._plan.facts_as_kept())
+            timings = replace(times, origin=f"measured in {steps} of a run")
         if rows := list(self._seconds(timings)):
             self._say(f"in {steps}", rows)
         else:
@@ -272,8 +272,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         plan = self._plan
         if self._storages:
             keeps = {unit: plan.saved_bytes(unit.name) for unit in plan.facts.units}
-            other = {} if self._masked else self._without_mask()
-            saved = (other.get(unit.name, size) if size == unit.saved_bytes else size for unit, size in keeps.items())
+            no_mask = {} if self._masked else self._without_mask()
+            saved = (no_mask.get(unit.name, size) if size == unit.saved_bytes else size for unit, size in keeps.items())
             yield Comparison("saved for backward", sum(saved), sum(self._storages.values()))
         on_device = device_peak_bytes()
         host = plan.peak(Tier.HOST)
@@ -299,8 +299,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if timings is not None and plan.facts.machine.rates is not None:
             facts = replace(plan.facts_as_kept(), unit_times=timings)
             passes = plan.facts.run.accumulation
-            found = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
-            yield Comparison("forward and backward", cost.compute_seconds, found, "seconds")
+            measured_s = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
+            yield Comparison("forward and backward", cost.compute_seconds, measured_s, "seconds")
         if plan.facts.run.stages == 1:  # else the simulated one does not wait for other stages
             yield Comparison("a step", cost.seconds, statistics.median(self._step_s.values()), "seconds")
 

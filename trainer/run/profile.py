@@ -123,23 +123,23 @@ def measured(trace: Iterable[Mapping[str, Any]]) -> tuple[float, list[TraceEvent
     """The profiled step of median length: its seconds, and what worked when. On a GPU kernels and copies are what it
     did, with the name around them; on a CPU they are the named ranges themselves.
     """
-    events = sorted((each for each in trace if each.get("ph") == "X"), key=lambda each: each["ts"])
-    on_gpu = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy")]
-    around = [each for each in events if each.get("cat") == "gpu_user_annotation" and ": " in each["name"]]
-    ranges = [each for each in events if each.get("cat") == "user_annotation"]
-    steps = sorted((each["dur"], each["ts"]) for each in ranges if re.fullmatch(r"step \d+", each["name"]))
+    events = sorted((event for event in trace if event.get("ph") == "X"), key=lambda each: each["ts"])
+    on_gpu = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")]
+    around = [event for event in events if event.get("cat") == "gpu_user_annotation" and ": " in event["name"]]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = sorted((event["dur"], event["ts"]) for event in ranges if re.fullmatch(r"step \d+", event["name"]))
     length, begin = steps[len(steps) // 2]
     streams = ["cpu"] if on_gpu else list(STREAMS)
-    found = [
-        (STREAMS[stream], label, each)
-        for each in ranges
-        for stream, _, label in [each["name"].partition(": ")]
+    work = [
+        (STREAMS[stream], label, event)
+        for event in ranges
+        for stream, _, label in [event["name"].partition(": ")]
         if stream in streams
     ]
-    for each in on_gpu:
-        here = around[: bisect(around, each["ts"], key=lambda one: one["ts"])][-8:]
-        names = [one["name"] for one in here if one["tid"] == each["tid"] and each["ts"] < one["ts"] + one["dur"]]
+    for task in on_gpu:
+        near = around[: bisect(around, task["ts"], key=lambda one: one["ts"])][-8:]
+        names = [span["name"] for span in near if span["tid"] == task["tid"] and task["ts"] < span["ts"] + span["dur"]]
         label = names[-1].partition(": ")[2] if names else "backward"  # whose thread names nothing
-        found.append((next(it for word, it in ON_GPU if word in each["name"]), label, each))
-    cut = [(it, max(e["ts"] - begin, 0), min(e["ts"] + e["dur"] - begin, length), label) for it, label, e in found]
+        work.append((next(resource for word, resource in ON_GPU if word in task["name"]), label, task))
+    cut = [(it, max(e["ts"] - begin, 0), min(e["ts"] + e["dur"] - begin, length), label) for it, label, e in work]
     return length / 1e6, [TraceEvent(it, start / 1e6, end / 1e6, label) for it, start, end, label in cut if start < end]

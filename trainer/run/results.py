@@ -75,7 +75,7 @@ def finish(session: Session, trainer: Trainer, together: Agreement) -> None:
     for recipe in session.config.switched_on:
         recipe.after_training(trainer.model, session.config)
     with exporting(session):
-        recipes = [each.sentence(session) for each in session.config.switched_on] if session.ranks.is_first else []
+        recipes = [recipe.sentence(session) for recipe in session.config.switched_on] if session.ranks.is_first else []
         callbacks = session.user_callbacks.sentence()
         receipt = export.export(trainer, session.tokenizer, session.config, about, recipes, callbacks)
     if not session.ranks.is_first:
@@ -83,12 +83,12 @@ def finish(session: Session, trainer: Trainer, together: Agreement) -> None:
     if len(history := [record for record in log if "eval_loss" in record]) > 1:
         key = next((name for name in SAID if f"eval_{name}" in history[0]), "loss")
         ends, digits = (history[0], history[-1]), 1 if key == SAID[0] else 3
-        first, last = (f"{each[f'eval_{key}']:.{digits}f} at step {each['step']}" for each in ends)
+        first, last = (f"{record[f'eval_{key}']:.{digits}f} at step {record['step']}" for record in ends)
         write_line(f"{key} {first} -> {last}")
     if with_exchange is not None:
-        of = checkpoint.step_of(best) if (best := trainer.origin()[1]) else step  # of these weights
-        exact = next(record["eval_loss"] for record in reversed(log) if "eval_loss" in record and record["step"] == of)
-        pairs = [f"{each:.4f} (perplexity {perplexity(each):.1f})" for each in (exact, with_exchange)]
+        at = checkpoint.step_of(best) if (best := trainer.origin()[1]) else step  # of these weights
+        exact = next(record["eval_loss"] for record in reversed(log) if "eval_loss" in record and record["step"] == at)
+        pairs = [f"{loss:.4f} (perplexity {perplexity(loss):.1f})" for loss in (exact, with_exchange)]
         write_line(f"held-out loss {pairs[0]} with exact sums, {pairs[1]} with strategies.tensor.exchange")
     assert receipt is not None
     write_line(
@@ -96,8 +96,8 @@ def finish(session: Session, trainer: Trainer, together: Agreement) -> None:
         f"reloaded: {receipt.num_tensors} tensors, names and shapes equal, largest difference of a logit "
         f"{receipt.largest_difference:.1e}"
     )
-    if said := attention.sentence(session.config.model):
-        write_line(f"export: {said}")
+    if sentence := attention.sentence(session.config.model):
+        write_line(f"export: {sentence}")
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     if "tensorboard" in session.config.training.report_to:
         write_line(f"curves:     tensorboard --logdir {folder}")
@@ -143,14 +143,14 @@ def missing(config: RunConfig) -> list[str]:
 
 def _missing(config: RunConfig, recipe: Recipe) -> dict[str, dict[str, Any]]:
     """What decides each that ``recipe`` has to make."""
-    found, code = dict[str, dict[str, Any]](), codes([recipe])
+    absent, code = dict[str, dict[str, Any]](), codes([recipe])
     for name, by_recipe in recipe.exports(config).items():
-        own = dict(by_recipe) | ({"recipe": code} if code else {})
+        deciding = dict(by_recipe) | ({"recipe": code} if code else {})
         with suppress(OSError):  # there is no exact one
-            if intact(folder_of(config, name), FURTHER, {"decided by": _decided(config, own)}):
+            if intact(folder_of(config, name), FURTHER, {"decided by": _decided(config, deciding)}):
                 continue
-        found[name] = own
-    return found
+        absent[name] = deciding
+    return absent
 
 
 def exact_of(config: RunConfig) -> Path:
@@ -172,7 +172,7 @@ def make(config: RunConfig, exact: Exact) -> None:
             continue
         writer, is_outside = recipe.writer(config, exact), bool(codes([recipe]))
         writers.append(writer)
-        for name, own in absent.items():
+        for name, deciding in absent.items():
             folder = folder_of(config, name)
             if aside := earlier.move_aside([folder], output, overwrite=config.training.overwrite):
                 write_line(f"the {folder.name} of before is now in {aside}")
@@ -181,7 +181,7 @@ def make(config: RunConfig, exact: Exact) -> None:
                     about = writer.write(name, draft)
                 exact.tokenizer.save_pretrained(draft)
                 same_modes(draft)
-                seal(draft, FURTHER, {"decided by": _decided(config, own), **about})
+                seal(draft, FURTHER, {"decided by": _decided(config, deciding), **about})
             writer.wrote(name, folder)
     for writer in writers:
         writer.end()

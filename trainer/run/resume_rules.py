@@ -29,12 +29,12 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.run import same_rows
 from deepstow.trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
-FILES = [each.files for each in RECIPES.values() if each.files is not None]
+FILES = [recipe.files for recipe in RECIPES.values() if recipe.files is not None]
 # Keys that say where something is, and the hash of a manifest that what is there is compared with.
 PLACES: Mapping[str, str] = {
     "data.path": "sources", "data.datasets": "sources", "data.eval_path": "evaluation",
     "data.chat_template": "template", "data.chat_template_path": "template", "model.tokenizer": "tokenizer",
-    "model.name_or_path": "weights", **{each.key: each.fact for each in FILES},
+    "model.name_or_path": "weights", **{files.key: files.fact for files in FILES},
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ _CONTENTS: Mapping[str, _Content] = {
     "code": _Content("model.name_or_path", "model", "its Python code is not the one that {} was trained with"),
     "weights": _Content("model.name_or_path", "model", "its weights are not those that {} was trained on"),
     "seed": _Content("training.seed", "model", "it draws other random weights than those that {} was trained on"),
-    **{each.fact: _Content(each.key, each.change, each.what) for each in FILES},
+    **{files.fact: _Content(files.key, files.change, files.what) for files in FILES},
 }
 
 # Keys of Hugging Face's model configs on which names or shapes of parameters depend, or how a head is cut out of them.
@@ -110,30 +110,30 @@ def compare(
     written = {f"training.{key}" for tree in (saved, now) for key in tree.get("training", {})}
     allowed, places = now.get("training", {}).get("allow_change", ()), moved(saved, now, known)
     saved, now = (
-        {**tree, "training": {**tree.get("training", {}), **more}}
-        for tree, more in zip((saved, now), resolved, strict=True)
+        {**tree, "training": {**tree.get("training", {}), **arguments}}
+        for tree, arguments in zip((saved, now), resolved, strict=True)
     )
     schedule = now["training"].get("lr_scheduler_type")
-    found = [each for each in differences(saved, now) if each.key not in places]
+    unequal = [diff for diff in differences(saved, now) if diff.key not in places]
     keys, said, refused = changes = Changes({}, [], [])
     for key, value, why in _removed(saved):
         refused.append(Line(key, None, f"{name} was saved with {_shown(value)}: {why}"))
     reasons = dict[str, str]()  # of what is refused of ranks, by rule
     if ranks[0] != ranks[1]:
         if any(_exchanges_lossily(tree) for tree in (saved, now)):
-            found.append(Difference(RANKS, "compression", *ranks))
+            unequal.append(Difference(RANKS, "compression", *ranks))
             reasons["compression"] = " (each rank has state of its own)"
-        others = [each.key for each in found if each.rule != "free"] + [key for key in places if "data" in allowed]
-        if any(key.startswith("data.") for key in others):
+        deciding = [diff.key for diff in unequal if diff.rule != "free"] + [key for key in places if "data" in allowed]
+        if any(key.startswith("data.") for key in deciding):
             known = known._replace(rows=None)
         if why := same_rows.why_not(saved, now, ranks, known):
-            found.append(Difference(RANKS, "ranks", *ranks))
+            unequal.append(Difference(RANKS, "ranks", *ranks))
             reasons |= dict.fromkeys(("ranks", "accumulation"), f" ({why})")
         else:
-            found = [each for each in found if each.key != ACCUMULATION]
+            unequal = [diff for diff in unequal if diff.key != ACCUMULATION]
             if (count := same_rows.micro_batches(now, ranks[1])) > 2:
                 said.append(f"the same rows in an update; its {count} micro-batches may be added up in another order")
-    for key, rule, old, new in found:
+    for key, rule, old, new in unequal:
         if rule == "free" or (rule == "evaluations" and schedule not in FOLLOWS_LOSS):
             continue
         recipe = RECIPES.get(key.partition(".")[0])
@@ -162,13 +162,13 @@ def moved(
     saved: Mapping[str, Any], now: Mapping[str, Any], known: Known = NOT_KNOWN
 ) -> dict[str, tuple[object, object]]:
     """Keys of two configs that differ in where something is alone, each with both values, if it can be compared."""
-    found = {key: (old, new) for key, _, old, new in differences(saved, now) if _is_moved(key, old, new)}
-    return {key: both for key, both in found.items() if PLACES[key] not in known.lacks}
+    moved_keys = {key: (old, new) for key, _, old, new in differences(saved, now) if _is_moved(key, old, new)}
+    return {key: both for key, both in moved_keys.items() if PLACES[key] not in known.lacks}
 
 
 def _is_moved(key: str, old: Any, new: Any) -> bool:
     if key == "data.datasets":
-        return bool(old and new) and [{**each, "path": ""} for each in old] == [{**each, "path": ""} for each in new]
+        return bool(old and new) and [{**part, "path": ""} for part in old] == [{**part, "path": ""} for part in new]
     if key in ("data.path", "data.eval_path", "model.name_or_path"):
         return isinstance(old, str) and isinstance(new, str)
     if recipe := RECIPES.get(key.partition(".")[0]):
@@ -189,8 +189,8 @@ def compare_contents(
     that differ and may; ``places``: those that were ``moved``.
     """
     # Releases of Transformers add keys, so only what both have is compared.
-    both = saved["config"].keys() & now["config"].keys()
-    trees = [{"model": {"config": {key: tree["config"][key] for key in both}}} for tree in (saved, now)]
+    common_keys = saved["config"].keys() & now["config"].keys()
+    trees = [{"model": {"config": {key: tree["config"][key] for key in common_keys}}} for tree in (saved, now)]
     changes = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
     same_rows = saved["fingerprint"] == now["fingerprint"]
     of_data = Changes({}, [], [])
@@ -230,7 +230,7 @@ def compare_fact(
     if content.group and content.group in allowed:
         changes.keys.update(dict.fromkeys(where or [content.key], content.group))
         shown = [f"{key} = {_where(new)} (was {_where(old)})" for key, (old, new) in where.items()] or [content.key]
-        changes.said.extend(f"{each}: other contents than the checkpoint's" for each in shown)
+        changes.said.extend(f"{place}: other contents than the checkpoint's" for place in shown)
         return
     cure = f", or allow it with training.allow_change: [{content.group}]" if content.group else ""
     for key, (old, new) in where.items():
@@ -244,7 +244,7 @@ def compare_fact(
 def _where(value: Any) -> str:
     """The places in a value of ``PLACES``, in one line; a chat template may be there in full."""
     if isinstance(value, list | dict):
-        value = ", ".join(each["path"] if isinstance(each, Mapping) else each for each in value)
+        value = ", ".join(dataset["path"] if isinstance(dataset, Mapping) else dataset for dataset in value)
     return shorten(_shown(value), 200)
 
 
@@ -263,8 +263,8 @@ def _inside(
         key, field = f"{at}{name}", section.model_fields.get(name)
         default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
         old, new = (tree.get(name, default) for tree in (saved, now))
-        gone = "free" if key in REMOVED else "fixed"  # another release had it
-        rule = gone if field is None else rule_at(field, around)
+        removed_rule = "free" if key in REMOVED else "fixed"  # another release had it
+        rule = removed_rule if field is None else rule_at(field, around)
         if key == "strategies":
             yield from _of_strategies(old, new)
         elif rule == "architecture":
@@ -283,11 +283,11 @@ def _of_key(found: Difference, section: type[BaseModel] | None) -> Iterator[Diff
     if section is None or not all(isinstance(value, Mapping) for value in values):
         yield found
         return
-    whole = len(values) == 2
-    if not whole:
+    both_written = len(values) == 2
+    if not both_written:
         yield found
     inside = _inside(section, old or {}, new or {}, rule, f"{key}.")
-    yield from (each for each in inside if whole or each.rule != rule)
+    yield from (difference for difference in inside if both_written or difference.rule != rule)
 
 
 def _of_strategies(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
@@ -314,7 +314,7 @@ def _of_architecture(old: Mapping[str, Any], new: Mapping[str, Any], at: str) ->
 
 def _exchanges_lossily(tree: Mapping[str, Any]) -> bool:
     """Whether ranks have state of their own."""
-    return any(each.rule == "compression" for each in _of_strategies({}, tree.get("strategies", {})))
+    return any(difference.rule == "compression" for difference in _of_strategies({}, tree.get("strategies", {})))
 
 
 def _is_tied(model: Mapping[str, Any]) -> bool:

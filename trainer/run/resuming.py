@@ -69,8 +69,8 @@ class Resumed:
         """
         run = self.found.manifest.run
         saved = {**run.data.model_dump(), "config": run.model.config, "code": run.model.code}
-        has = former() if run.data.evaluation is None else now
-        opened = {**has._asdict(), "config": checkpoint.plain_config(hf_config), "code": code}
+        hashes = former() if run.data.evaluation is None else now
+        opened = {**hashes._asdict(), "config": checkpoint.plain_config(hf_config), "code": code}
         allowed, name = config.training.allow_change, str(self.path)
         self._take(config, resume_rules.compare_contents(saved, opened, allowed, self.changed, name, self.places))
         self._compared({*Contents._fields})
@@ -97,8 +97,8 @@ class Resumed:
     def _take(self, config: RunConfig, changes: Changes) -> None:
         if changes.refused:
             tree = {".".join(key): value for key, value in leaves((), config.tree())}
-            values = [(key, tree.get(key) if value is None else value, what) for key, value, what in changes.refused]
-            raise ConfigError([config.error(*each).lines[0] for each in values])
+            faults = [(key, tree.get(key) if value is None else value, what) for key, value, what in changes.refused]
+            raise ConfigError([config.error(*fault).lines[0] for fault in faults])
         self.changed |= changes.keys
         lines = [f"resumed with {line}" for line in changes.said]
         self.said += [line for line in lines if line not in self.said]
@@ -109,16 +109,16 @@ def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
     A collective. Raise ConfigError if there is none that could be resumed with this config.
     """
     with agreement(ranks, DAY_S) as together:
-        found, said = together.on_first(lambda: _look(config))
-    if found is None:
+        saved, lines = together.on_first(lambda: _look(config))
+    if saved is None:
         return None
     if ranks.is_first:
-        for line in said:
+        for line in lines:
             write_line(line)
-    places = resume_rules.moved(found.manifest.run.config, config.tree(), _known(found))
-    said = _versions(found) + _threads(found) + _assumed(found)
-    resumed = Resumed(found, {}, said, places, found.manifest.run.model.weights)
-    resumed._take(config, compare(config, ranks.world_size, found))
+    places = resume_rules.moved(saved.manifest.run.config, config.tree(), _known(saved))
+    lines = _versions(saved) + _threads(saved) + _assumed(saved)
+    resumed = Resumed(saved, {}, lines, places, saved.manifest.run.model.weights)
+    resumed._take(config, compare(config, ranks.world_size, saved))
     return resumed
 
 
@@ -127,8 +127,8 @@ def compare(config: RunConfig, world_size: int, found: Found) -> Changes:
     run, tree = found.manifest.run, config.tree()
     copies = _copies(run.config, run.world_size), _copies(tree, world_size)
     # What the manifest of an earlier version does not have was the default that is installed.
-    kept = run.arguments or {}
-    then = {key: kept.get(key, value) for key, value in resolved(config, run.config.get("training", {})).items()}
+    recorded = run.arguments or {}
+    then = {key: recorded.get(key, value) for key, value in resolved(config, run.config.get("training", {})).items()}
     now = resolved(config, tree["training"])
     return resume_rules.compare(run.config, tree, copies, str(found.path), _known(found), (then, now))
 
@@ -140,19 +140,19 @@ def resolved(config: RunConfig, written: Mapping[str, Any]) -> dict[str, Any]:
     """
     task = config.chosen_task
     values: dict[str, Any] = {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory()
-        for each in fields(loaded(task.arguments))
+        argument.name: argument.default if argument.default_factory is MISSING else argument.default_factory()
+        for argument in fields(loaded(task.arguments))
     }
     values |= {"data_seed": written.get("seed"), **task.complete(dict(written), config)}
     rules = {key: rule_at(field, "fixed") for key, field in TrainingSection.model_fields.items()}
     compared = [key for key, rule in rules.items() if rule != "free" and key != "use_cpu" and key in values]
-    found: dict[str, Any] = json.loads(json.dumps({key: values[key] for key in compared}, default=str))
-    return found
+    comparable: dict[str, Any] = json.loads(json.dumps({key: values[key] for key in compared}, default=str))
+    return comparable
 
 
 def _known(found: Found) -> Known:
     run = found.manifest.run
-    hashed = {"weights": run.model.weights, **{each.fact: getattr(run.data, each.fact) for each in FILES}}
+    hashed = {"weights": run.model.weights, **{files.fact: getattr(run.data, files.fact) for files in FILES}}
     return Known(run.data.rows, run.model.config, [fact for fact, value in hashed.items() if not value])
 
 
@@ -178,8 +178,8 @@ def _copies(tree: Mapping[str, Any], world_size: int) -> int:
 
 def _versions(found: Found) -> list[str]:
     then, now = found.manifest.run.versions, checkpoint.versions()
-    other = [f"{name} {now[name]} (was {then[name]})" for name in now if name in then and then[name] != now[name]]
-    return [f"resumed with other versions than the checkpoint's: {', '.join(other)}"] if other else []
+    changed = [f"{name} {now[name]} (was {then[name]})" for name in now if name in then and then[name] != now[name]]
+    return [f"resumed with other versions than the checkpoint's: {', '.join(changed)}"] if changed else []
 
 
 def _threads(found: Found) -> list[str]:
@@ -216,8 +216,8 @@ class TakenOver(TrainerCallback):
         elif state.best_metric is not None:
             # Hugging Face has dropped the path already if there is no folder any more.
             name = Path(state.best_model_checkpoint or f"checkpoint-{state.best_global_step}").name
-            own = Path(str(args.output_dir)) / name
-            state.best_model_checkpoint = str(own) if own.is_dir() else None
+            best_folder = Path(str(args.output_dir)) / name
+            state.best_model_checkpoint = str(best_folder) if best_folder.is_dir() else None
 
 
 def other(resumed: Resumed | None, config: RunConfig) -> str:

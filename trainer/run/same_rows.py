@@ -46,8 +46,8 @@ def why_not(saved: Mapping[str, Any], now: Mapping[str, Any], copies: tuple[int,
     size, other_size = (int(tree.get("per_device_train_batch_size") or 8) for tree in trees)
     count = micro_batches(saved, copies[0])
     if size != other_size or micro_batches(now, copies[1]) != count:
-        keeps = f"; {ACCUMULATION} = {count // copies[1]} would keep them" if size == other_size else ""
-        return f"an update has other rows{keeps if count % copies[1] == 0 else ''}"
+        cure = f"; {ACCUMULATION} = {count // copies[1]} would keep them" if size == other_size else ""
+        return f"an update has other rows{cure if count % copies[1] == 0 else ''}"
     for tree in trees:
         if tree.get("average_tokens_across_devices") is False:
             return "training.average_tokens_across_devices = false takes means over each rank's own tokens"
@@ -65,7 +65,7 @@ def why_not(saved: Mapping[str, Any], now: Mapping[str, Any], copies: tuple[int,
         return "how many rows an epoch has is not known"
     steps = int(trees[1].get("max_steps") or -1)
     in_one_epoch = 0 < steps * count * size <= known.rows
-    if not in_one_epoch and any(known.rows % (size * each) for each in copies):
+    if not in_one_epoch and any(known.rows % (size * number) for number in copies):
         return f"{known.rows} rows do not divide evenly among them at the end of an epoch"
     return ""
 
@@ -73,8 +73,8 @@ def why_not(saved: Mapping[str, Any], now: Mapping[str, Any], copies: tuple[int,
 def _random(saved: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
     """What draws random numbers in forward."""
     lora, training = saved.get("model", {}).get("lora") or {}, saved.get("training", {})
-    own = {"lora_dropout": lora.get("lora_dropout"), "neftune_noise_alpha": training.get("neftune_noise_alpha")}
-    for key, value in (*own.items(), *model.items()):
+    of_config = {"lora_dropout": lora.get("lora_dropout"), "neftune_noise_alpha": training.get("neftune_noise_alpha")}
+    for key, value in (*of_config.items(), *model.items()):
         if isinstance(value, Mapping):
             yield from _random({}, value)
         elif isinstance(value, (int, float)) and value > 0 and any(word in key for word in RANDOM):

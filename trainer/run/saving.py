@@ -135,11 +135,11 @@ def together(work: Callable[[], T]) -> T:
         error = disk.found(error) or error
         number, said_by = getattr(error, "errno", None), getattr(error, "strerror", None)
         failed = (number or errno.EIO, said_by or str(error), getattr(error, "filename", None))
-    said = [failed]
+    failures = [failed]
     if torch.distributed.is_initialized():
-        said = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(said, failed)
-    first = next((each for each in said if each is not None), None)
+        failures = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(failures, failed)
+    first = next((failure for failure in failures if failure is not None), None)
     if first is not None:
         raise OSError(*first)
     return done[0]
@@ -185,8 +185,8 @@ def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
     times = facts.run.model_params / facts.num_params if divided else facts.run.tensor
 
     def over_ranks(kind: Kind) -> int:
-        mine = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).shards for unit in facts.units)
-        return int(times * mine)
+        rank_bytes = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).shards for unit in facts.units)
+        return int(times * rank_bytes)
 
     weights, state = over_ranks(Kind.PARAM), over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)
     if (layout := plan.layout) is not None:  # in a checkpoint state is in fp32, wherever it rests and however

@@ -181,15 +181,15 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, ove
         plans = plans_of(batches.config, ranks, machine, resumes=resumed is not None, masked=batches.masked)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check(Before.SHOWING, config=config, ranks=ranks, rows=prepared.train, plans=plans, plan=plan)
-    before, evaluating = [line for each in config.switched_on for line in each.plan_lines(config, plan, machine)], None
+    lines, evaluating = [row for recipe in config.switched_on for row in recipe.plan_lines(config, plan, machine)], None
     if prepared.eval is not None:
         evaluated = collated(config, prepared.eval)
         evaluating = evaluation.rows(evaluated.config, plan, masked=evaluated.masked)
-        before += filter(None, [evaluating.line])
+        lines += filter(None, [evaluating.line])
     if resumed is None:
-        before += filter(None, [block_timing.unused(Path(config.training.output_dir), plan.facts)])
+        lines += filter(None, [block_timing.unused(Path(config.training.output_dir), plan.facts)])
     longest = batches.config.data.max_length
-    files = show_plan(config, machine, plans, plan, longest, before) if ranks.is_first else {}
+    files = show_plan(config, machine, plans, plan, longest, lines) if ranks.is_first else {}
     with explained(config, ranks, machine):
         say = write_line if ranks.is_first else write_nothing
         check(Before.SPENDING, config=config, ranks=ranks, plans=plans, plan=plan, say=say)
@@ -201,7 +201,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, ove
         config, ranks, tokenizer, prepared, machine, plan, UserCallbacks(config), files, weights, resumed, over,
         evaluating,
     )  # fmt: skip
-    session = replace(session, recipes={each.name: each.announce(session) for each in config.switched_on})
+    session = replace(session, recipes={recipe.name: recipe.announce(session) for recipe in config.switched_on})
     for line in resumed.said if resumed else ():
         session.say(line)
     return session

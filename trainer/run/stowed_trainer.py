@@ -51,9 +51,9 @@ def stowed(base: type, **options: Any) -> type:
 
     if not (isinstance(base, type) and issubclass(base, transformers.Trainer)):
         raise TypeError(f"{base!r} is not a subclass of transformers.Trainer")
-    said = [name for name in ("max_grad_norm", "accumulation", "world_size", "moments") if name in options]
-    if said:
-        raise TypeError(f"{said[0]}: the Trainer's own arguments decide that; leave it out")
+    decided = [name for name in ("max_grad_norm", "accumulation", "world_size", "moments") if name in options]
+    if decided:
+        raise TypeError(f"{decided[0]}: the Trainer's own arguments decide that; leave it out")
     return type(f"Stowed{base.__name__}", (_WithCheckpoints, base), {"stow_options": options})
 
 
@@ -120,23 +120,23 @@ class StowedTrainer:
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if not self.stows or isinstance(optimizer, StowOptimizer):
             return optimizer
-        former = stowed_by(self.model)
-        if former is not None:  # another trainer's; every trainer begins with an optimizer of its own
-            former.close()
+        former_engine = stowed_by(self.model)
+        if former_engine is not None:  # another trainer's; every trainer begins with an optimizer of its own
+            former_engine.close()
         rule, groups = adopt(optimizer)
         self.plan = self.make_plan(groups, len(rule.names))
         assert self.plan.layout is not None
         if self.args.torch_compile and not all(bucket.resident for bucket in self.plan.layout.buckets):
             # Compiled code does not fetch weights.
             raise ValueError("torch_compile=True: weights travel in this plan; say weights='resident', or leave it out")
-        others = self.execution.among_ranks(self.model)
-        made = stow(self.model, self.plan, groups, rule, device=self.args.device, **others)
-        self.execution.adopt(made)
+        rank_options = self.execution.among_ranks(self.model)
+        stow_optimizer = stow(self.model, self.plan, groups, rule, device=self.args.device, **rank_options)
+        self.execution.adopt(stow_optimizer)
         if self.args.process_index == 0:
-            for line in made.engine.arena.owners():
+            for line in stow_optimizer.engine.arena.owners():
                 self.say_memory(line)
-        self.optimizer = made
-        return made
+        self.optimizer = stow_optimizer
+        return stow_optimizer
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """A plan from the Trainer's arguments and the options. Raise ValueError if there is none that fits."""
@@ -276,8 +276,8 @@ class _WithCheckpoints(StowedTrainer):
         """The generators' states as we have written them; Hugging Face's where there are only those."""
         if checkpoint is None or not training_state.random_states(Path(checkpoint)):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        elif said := training_state.load_random_state(self, Path(checkpoint)):
-            write_line(said)
+        elif line := training_state.load_random_state(self, Path(checkpoint)):
+            write_line(line)
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:
@@ -292,8 +292,8 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, 
             f"a stowed trainer updates element by element, as {', '.join(STATE)} do, and not with {kind.__name__}: "
             f"write optim='adamw_torch_fused', or pass no other optimizer"
         )
-    takes = inspect.signature(kind).parameters
-    rule = UpdateRule(kind.__name__, **{name: given for name, given in optimizer.defaults.items() if name in takes})
+    options = inspect.signature(kind).parameters
+    rule = UpdateRule(kind.__name__, **{name: value for name, value in optimizer.defaults.items() if name in options})
     for complaint in (*not_in_kernels(optimizer.param_groups, rule), *_not_in_groups(optimizer)):
         raise ValueError(f"{kind.__name__} of a stowed trainer: {complaint}")
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad has some from the beginning
@@ -306,8 +306,8 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, 
 def _not_in_groups(optimizer: Any) -> Iterator[str]:
     """What an optimizer of bitsandbytes does to a parameter otherwise than its group says, one line each."""
     for number, group in enumerate(optimizer.param_groups if hasattr(optimizer, "get_config") else ()):
-        wanted = {"optim_bits": 32, "max_unorm": 0.0, "skip_zeros": False, **group}
+        expected = {"optim_bits": 32, "max_unorm": 0.0, "skip_zeros": False, **group}
         for index in range(len(group["params"])):
             for name, value in optimizer.get_config(number, index, group).items():
-                if name in wanted and wanted[name] != value:
+                if name in expected and expected[name] != value:
                     yield f"parameter {index} of group {number} has {name} = {value} of its own; leave it out"

@@ -73,10 +73,10 @@ class Place(NamedTuple):
         if self.base is None or self.folder.name != NAME or not config.exists():
             return {}
         try:
-            found = yaml.safe_load(config.read_bytes())["model"].get("quantization_config")
+            section = yaml.safe_load(config.read_bytes())["model"].get("quantization_config")
         except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{config}: cannot be read: {first_line(error)}") from None
-        return dict(found) if isinstance(found, dict) else {}
+        return dict(section) if isinstance(section, dict) else {}
 
 
 def place_of(path: Path) -> Place:
@@ -112,17 +112,17 @@ def _unfinished(run: Path) -> str:
 
 def _base_of(folder: Path) -> str:
     """The base that adapters name. Raise ConfigError for what is not LoRA's, or names code."""
-    said = f"{folder}: {files.OF_ADAPTERS}"
+    file = f"{folder}: {files.OF_ADAPTERS}"
     files.refuse_files(folder, str(folder))
     try:
-        about = json.loads((folder / files.OF_ADAPTERS).read_bytes())
-        base, kind = about["base_model_name_or_path"], about["peft_type"]
+        adapter_config = json.loads((folder / files.OF_ADAPTERS).read_bytes())
+        base, kind = adapter_config["base_model_name_or_path"], adapter_config["peft_type"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise ConfigError(f"{said}: describes no adapters: {first_line(error)}") from None
-    if kind != "LORA" or about.get("megatron_config"):  # peft would import a module that it names
-        raise ConfigError(f"{said}: deepstow chat opens plain LoRA adapters (peft_type LORA); {ELSE}")
+        raise ConfigError(f"{file}: describes no adapters: {first_line(error)}") from None
+    if kind != "LORA" or adapter_config.get("megatron_config"):  # peft would import a module that it names
+        raise ConfigError(f"{file}: deepstow chat opens plain LoRA adapters (peft_type LORA); {ELSE}")
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"{said}: base_model_name_or_path must name the model that the adapters are for")
+        raise ConfigError(f"{file}: base_model_name_or_path must name the model that the adapters are for")
     if not (folder / "adapter_model.safetensors").exists():
         raise ConfigError(f"{folder}: holds no adapter_model.safetensors; pickles are not opened")
     return base
@@ -178,7 +178,7 @@ def device_for(place: Place, wanted: str | None) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"--device {wanted}: is no device that torch knows, as cpu, cuda or cuda:1") from None
     folders = [Path(place.model), place.folder]
-    size = sum(path.stat().st_size for each in {*folders} if each.is_dir() for path in each.glob("*.safetensors"))
+    size = sum(path.stat().st_size for folder in {*folders} if folder.is_dir() for path in folder.glob("*.safetensors"))
     size //= 3 if place.quantized.get("load_in_4bit") else 1  # of 16 bits a quarter, but embedding and head are whole
     free = host_memory().available_bytes if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0]
     if size * BESIDE > free:
@@ -224,30 +224,30 @@ class Talk:
     def answer(self, said: str) -> None:
         """Print the answer, and keep both. Raise UserError for what cannot be answered; nothing is kept then."""
         said = said.encode("utf-8", "replace").decode()
-        asked: list[Message] = [*self.messages, {"role": "user", "content": said}]
-        ids = self._ids(asked)
+        messages: list[Message] = [*self.messages, {"role": "user", "content": said}]
+        ids = self._ids(messages)
         longest = declared(self.model.config) or math.inf
         room = int(min(self.max_new_tokens, longest - len(ids)))
         if not ids or room < 1:
             what = f"has {len(ids)} tokens, and the model {longest} positions" if ids else "has no tokens"
             raise ConfigError(f"what was said {what}; begin again, with less")
         streamed = Streamed(self.tokenizer)
-        given = torch.tensor([ids], device=self.model.device)
+        tokens = torch.tensor([ids], device=self.model.device)
         how = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         try:
             with torch.inference_mode():
                 self.model.generate(
-                    input_ids=given,
-                    attention_mask=torch.ones_like(given),
+                    input_ids=tokens,
+                    attention_mask=torch.ones_like(tokens),
                     generation_config=GenerationConfig(max_new_tokens=room, **self._ends, **how),
                     streamer=streamed,
                 )
         except torch.OutOfMemoryError:
-            raise ConfigError(f"{given.device} has too little memory for {len(ids)} tokens; {ELSE}") from None
+            raise ConfigError(f"{tokens.device} has too little memory for {len(ids)} tokens; {ELSE}") from None
         except (RuntimeError, ValueError, TypeError) as error:
             raise ConfigError(f"the model cannot answer this: {first_line(error)}") from None
         if self.template is not None:
-            self.messages = [*asked, {"role": "assistant", "content": streamed.text}]
+            self.messages = [*messages, {"role": "assistant", "content": streamed.text}]
 
     def _ids(self, messages: list[Message]) -> list[int]:
         template = self.template
@@ -266,9 +266,9 @@ class Talk:
 
     def __post_init__(self) -> None:
         """Of what a folder says of generation only the tokens that end an answer count, and the tokenizer's."""
-        own = self.model.generation_config.eos_token_id
-        known = (*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id)
-        ends = sorted({each for each in known if isinstance(each, int)})
+        of_model = self.model.generation_config.eos_token_id
+        candidates = (*(of_model if isinstance(of_model, list) else [of_model]), self.tokenizer.eos_token_id)
+        ends = sorted({token for token in candidates if isinstance(token, int)})
         padding = self.tokenizer.pad_token_id
         self._ends = {"eos_token_id": ends or None, "pad_token_id": min(ends) if padding is None and ends else padding}
         self.model.generation_config = GenerationConfig()
@@ -298,10 +298,10 @@ def _opened(place: Place, tokens: Path, device: torch.device) -> tuple[Any, PreT
         if place.quantized:  # as it was trained
             section = QuantizationSection.model_validate(place.quantized)
             how = {"quantization_config": quantise.config_of(section), "device_map": {"": device}}
-        model, about = kind.from_pretrained(
+        model, loading_info = kind.from_pretrained(
             place.model, use_safetensors=True, output_loading_info=True, **how, **_options(place.model)
         )
-        if missing := sorted(about["missing_keys"]):
+        if missing := sorted(loading_info["missing_keys"]):
             raise ConfigError(f"{place.model}: has no weights for {len(missing)} tensors of the model: {missing[0]}")
         if place.base is not None:
             model = _adapted(model, place)

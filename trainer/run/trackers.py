@@ -39,8 +39,8 @@ READS_WEIGHTS = {"WANDB_LOG_MODEL": ("end",), "WANDB_WATCH": ("all", "gradients"
 
 def names(config: RunConfig) -> list[str]:
     """The trackers that are on."""
-    given = config.training.report_to
-    return [name for name in ([given] if isinstance(given, str) else given) if name != "none"]
+    report_to = config.training.report_to
+    return [name for name in ([report_to] if isinstance(report_to, str) else report_to) if name != "none"]
 
 
 def refuse(config: RunConfig) -> None:
@@ -51,12 +51,12 @@ def refuse(config: RunConfig) -> None:
             cure = f"pip install {name.replace('_', '-')}, or leave it out"
             raise config.error(key, name, f"the package {name} is not installed; {cure}")
         variable = PROJECTS.get(name, "")
-        if project is not None and (said := os.environ.get(variable, project)) != project:
-            raise config.error("training.project", project, f"{variable} is {said!r}; keep one of the two")
+        if project is not None and (value := os.environ.get(variable, project)) != project:
+            raise config.error("training.project", project, f"{variable} is {value!r}; keep one of the two")
     for variable, refused in READS_WEIGHTS.items() if "wandb" in names(config) else ():
-        if (said := os.environ.get(variable, "")) in refused:
+        if (value := os.environ.get(variable, "")) in refused:
             what = "reads weights where strategies may not have them; leave it out, or write WANDB_LOG_MODEL=checkpoint"
-            raise config.error(key, "wandb", f"{variable}={said} {what}")
+            raise config.error(key, "wandb", f"{variable}={value} {what}")
 
 
 def start(config: RunConfig) -> None:
@@ -181,4 +181,4 @@ def take_over(trainer: Trainer) -> None:
     """TensorBoard's, wandb's and MLflow's callbacks are ours, in their place among the others."""
     ours = {TensorBoardCallback: Curves, WandbCallback: Wandb, MLflowCallback: MLflow}
     callbacks = trainer.callback_handler.callbacks
-    callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]
+    callbacks[:] = [ours[type(callback)]() if type(callback) in ours else callback for callback in callbacks]

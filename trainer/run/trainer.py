@@ -136,12 +136,12 @@ class Trainer(StowedTrainer, transformers.Trainer):
         if self.optimizer is None and self._make_optimizer is not None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = self._make_optimizer(self.model, kind, decay=self.args.weight_decay, **options)
-        made = super().create_optimizer(*args, **kwargs)
+        optimizer = super().create_optimizer(*args, **kwargs)
         if self._pour is not None and self.stowed is not None:
             pour, self._pour = self._pour, None
             pour(self.stowed)
-        self.execution.follow(made, self.model)
-        return made
+        self.execution.follow(optimizer, self.model)
+        return optimizer
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """The plan of the run."""
@@ -156,11 +156,11 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """
         self._resumed = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            found = super().train(None, *args, **kwargs)
+            output = super().train(None, *args, **kwargs)
             self.settle()
             if (line := self.execution.finish()) and self.args.process_index == 0:
                 write_line(line)
-            return found
+            return output
         except NonFiniteError as error:
             first_step = self.state.global_step + 2 - error.steps_ago
             what = f"gradients are not finite since then, in {error.steps_ago} steps that were skipped"
@@ -179,9 +179,9 @@ class Trainer(StowedTrainer, transformers.Trainer):
         first = first_not_finite(self, gradient)
         self.settle()
         complete = checkpoint.complete(self.output_dir)
-        kept = f"{complete[-1].path} is the last checkpoint" if complete else "there is no checkpoint yet"
+        last_checkpoint = f"{complete[-1].path} is the last checkpoint" if complete else "there is no checkpoint yet"
         return NonFinite(
-            f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {kept}. Lower "
+            f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {last_checkpoint}. Lower "
             f"training.learning_rate, or look at the data of this step"
         )
 
@@ -194,8 +194,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
         num_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
         if self._resumed is not None:
             state = TrainerState.load_from_json(str(Path(self._resumed) / TRAINER_STATE_NAME))
-            early = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStopping)]
-            num_epochs = 0 if state.global_step >= max_steps or any(each.over(state) for each in early) else num_epochs
+            early = [callback for callback in self.callback_handler.callbacks if isinstance(callback, EarlyStopping)]
+            num_epochs = 0 if state.global_step >= max_steps or any(stop.over(state) for stop in early) else num_epochs
         return num_epochs, *others, max_steps
 
     def _init_training_state(
@@ -252,10 +252,10 @@ class Trainer(StowedTrainer, transformers.Trainer):
             num_items_in_batch = num_items_in_batch / parts
         compute = partial(super().compute_loss, model)
         with self.plan_check.counting(model, self.state.global_step) if self.plan_check else nullcontext():
-            found = self.execution.loss(compute, inputs, outputs=return_outputs, num_items=num_items_in_batch)
+            result = self.execution.loss(compute, inputs, outputs=return_outputs, num_items=num_items_in_batch)
         if parts == 1:
-            return found
-        return (found[0] / parts, found[1]) if return_outputs else found / parts
+            return result
+        return (result[0] / parts, result[1]) if return_outputs else result / parts
 
     def prediction_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's, by the execution."""
@@ -284,8 +284,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
         if self._trained or "train_loss" not in logs:
             self.meter.add_to(logs, self.state)
             if "train_loss" in logs and self.args.world_size > 1:  # its steps since the last record are of one rank
-                each = torch.tensor([logs["train_loss"]], dtype=torch.float64, device=self.args.device)
-                logs["train_loss"] = self.accelerator.gather(each).mean().item()
+                rank_loss = torch.tensor([logs["train_loss"]], dtype=torch.float64, device=self.args.device)
+                logs["train_loss"] = self.accelerator.gather(rank_loss).mean().item()
             if "loss" in logs:
                 logs.update(self.execution.figures())
             super().log(logs, *rest, **more)
@@ -314,8 +314,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
     def load_generators(self) -> None:
         """Take over their states, too."""
-        if self._resumed is not None and (said := training_state.load_random_state(self, Path(self._resumed))):
-            write_line(said)
+        if self._resumed is not None and (line := training_state.load_random_state(self, Path(self._resumed))):
+            write_line(line)
 
     def load_best(self) -> None:
         """Weights of the best evaluation that has a checkpoint, under every strategy; nothing if the last weights are
@@ -340,9 +340,9 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """Where the weights are saved as they are now: the checkpoint of the last step, which this run has saved or
         resumed, and the one of the best step, if its weights were taken; None: there is none. Settled before.
         """
-        own = self.output_dir / self.newest if self.newest == f"checkpoint-{self.state.global_step}" else None
+        saved = self.output_dir / self.newest if self.newest == f"checkpoint-{self.state.global_step}" else None
         resumed = Path(self._resumed) if self._resumed and not self._trained else None
-        return own or resumed, self._best_loaded
+        return saved or resumed, self._best_loaded
 
     # --- saving one --------------------------------------------------------------------------------------------------
 
@@ -357,8 +357,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
             return
         folder = Path(output_dir or self.output_dir)
         spilled = Spilled(folder)
-        whole = self.accelerator.unwrap_model(self.whole)
-        base = not hasattr(whole, "peft_config")
+        model = self.accelerator.unwrap_model(self.whole)
+        base = not hasattr(model, "peft_config")
         state = self.execution.gathered(
             self.accelerator.unwrap_model(self.model_wrapped),
             keep=bool(self.args.should_save),
@@ -372,7 +372,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         spilled.settle()
         if self.args.should_save:
             pieces = Spilled(folder)
-            apart.save(whole, folder, state, pieces)
+            apart.save(model, folder, state, pieces)
             spilled.refuse_damaged()
             self.spilled_bytes = spilled.num_bytes + pieces.num_bytes
             if self.processing_class is not None:
@@ -392,11 +392,11 @@ class Trainer(StowedTrainer, transformers.Trainer):
         self.stop_non_finite.settle()
         self.settle()
         folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
-        former = self.state.best_model_checkpoint
-        kept: Any = [
-            each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
+        former_best = self.state.best_model_checkpoint
+        exportable: Any = [
+            item for item in [*self.callback_handler.callbacks, self.control] if isinstance(item, ExportableState)
         ]
-        self.state.stateful_callbacks = TrainerState(stateful_callbacks=kept).stateful_callbacks
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
 
         def write(draft: Path) -> None:
             with self.execution.evaluating():
@@ -409,13 +409,13 @@ class Trainer(StowedTrainer, transformers.Trainer):
             with saving.draft(self.output_dir, self.save_bytes, writes=writes, mounted=self.mounted) as drafts:
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
-                self.state.best_model_checkpoint = self._best(former)
+                self.state.best_model_checkpoint = self._best(former_best)
                 seal = saving.together(lambda: self._commit(draft, folder) if writes else list[str])
         except OSError as error:
-            self._not_saved(folder, error, former)
+            self._not_saved(folder, error, former_best)
             return
         # Not inside the block, which deletes the draft if another rank fails.
-        self._saving = saving.Save(folder, former, saving.beside(seal))
+        self._saving = saving.Save(folder, former_best, saving.beside(seal))
         if any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
 

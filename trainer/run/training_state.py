@@ -69,8 +69,8 @@ def save(trainer: Any, checkpoint: Path) -> None:
     args, holder, folder = trainer.args, trainer.execution.holder(trainer), checkpoint / OPTIMIZER
     folder.mkdir(parents=True, exist_ok=True)
     is_first = args.process_index == 0
-    more = list(_not_in_files(trainer, checkpoint, holder, writes=is_first))
-    saved_state.write_part(folder, holder, more, rank=args.process_index, ranks=args.world_size, hashed=False)
+    not_in_files = list(_not_in_files(trainer, checkpoint, holder, writes=is_first))
+    saved_state.write_part(folder, holder, not_in_files, rank=args.process_index, ranks=args.world_size, hashed=False)
     if is_first:
         saved_state.write_index(folder, holder, args.world_size, _extra(trainer, holder))
         save_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler)
@@ -83,8 +83,8 @@ def opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, W
     complaints = [] if holder is None else list(holder.misfits(saved))
     complaints += [line for name, shape in _needed(trainer.whole).items() for line in weights.faults(name, shape)]
     if complaints:
-        more = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
-        raise ValueError(f"{checkpoint}: {complaints[0]}{more}")
+        remaining = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
+        raise ValueError(f"{checkpoint}: {complaints[0]}{remaining}")
     return saved, weights
 
 
@@ -92,8 +92,8 @@ def save_stowed(trainer: Any, checkpoint: Path) -> None:
     """The same for a trainer that does not seal its checkpoints: files have hashes of their own."""
     if trainer.args.should_save:
         holder = trainer.execution.holder(trainer)
-        more = list(_not_in_files(trainer, checkpoint, holder, writes=True))
-        state_file.save(holder, checkpoint / OPTIMIZER, more, _extra(trainer, holder))
+        not_in_files = list(_not_in_files(trainer, checkpoint, holder, writes=True))
+        state_file.save(holder, checkpoint / OPTIMIZER, not_in_files, _extra(trainer, holder))
         save_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler)
 
 
@@ -127,13 +127,13 @@ def _absent(checkpoint: Path, model: nn.Module) -> set[str]:
     from transformers.core_model_loading import WeightConverter
 
     shapes = _needed(model)
-    if any(isinstance(each, WeightConverter) for each in _conversions(model)):
+    if any(isinstance(conversion, WeightConverter) for conversion in _conversions(model)):
         return set(shapes)  # other tensors are computed from the model's, possibly under the same names
     files, aliases = Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(model)
     return {
         name
         for name, shape in shapes.items()
-        if all(files.shape(other, WEIGHT) != shape for other in (name, *aliases.get(name, ())))
+        if all(files.shape(alias, WEIGHT) != shape for alias in (name, *aliases.get(name, ())))
     }
 
 
@@ -143,8 +143,8 @@ def _conversions(model: Any) -> list[Any]:
 
     if not hasattr(model, "config") or hasattr(model, "peft_config"):
         return []
-    found = getattr(model, "_weight_conversions", None)
-    return list(get_model_conversion_mapping(model, add_legacy=False) if found is None else found)
+    conversions = getattr(model, "_weight_conversions", None)
+    return list(get_model_conversion_mapping(model, add_legacy=False) if conversions is None else conversions)
 
 
 def _needed(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -173,9 +173,9 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 def _model_files(checkpoint: Path) -> list[Path]:
     """The files of the model's weights; none where a trainer writes others. ValueError: their list is damaged."""
-    whole, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
-    if whole.is_file() or not index.is_file():
-        return [whole] if whole.is_file() else []
+    single, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else []
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         sound = all(SHARD.fullmatch(name) for name in names)
@@ -206,8 +206,8 @@ def load(trainer: Any, checkpoint: Path) -> None:
         if scale is not None:
             holder.set_loss_scale(scale)
     elif scaler is not None and scale is not None:
-        kept = scaler.state_dict()
-        scaler.load_state_dict({**kept, "scale": scale["scale"], "_growth_tracker": int(scale["held"])})
+        scaler_state = scaler.state_dict()
+        scaler.load_state_dict({**scaler_state, "scale": scale["scale"], "_growth_tracker": int(scale["held"])})
     load_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler, saved.param_groups)
     trainer.execution.resumed()
 
@@ -238,8 +238,8 @@ def _content_of(path: Path, what: str) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}: format {content['version']}, this release reads {VERSION}")
         yield content
     except UNREADABLE as error:
-        said = str(error).startswith(f"{path}: ")
-        raise ValueError(str(error) if said else f"{path}: damaged, not the state of {what}") from None
+        is_told = str(error).startswith(f"{path}: ")
+        raise ValueError(str(error) if is_told else f"{path}: damaged, not the state of {what}") from None
 
 
 def save_schedule(path: Path, scheduler: Any) -> None:
@@ -320,11 +320,11 @@ def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
 def save_generators(path: Path) -> None:
     """Write the present states."""
     kind = accelerator.kind()
-    name, keys, *rest = np.random.get_state(legacy=True)
+    name, keys, *counters = np.random.get_state(legacy=True)
     content = {
         "version": VERSION,
         "python": random.getstate(),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "numpy": [name, np.asarray(keys).tolist(), *counters],
         "torch": _hex(torch.random.get_rng_state()),
         "device": None if kind is None else [kind, _hex(torch.get_device_module(kind).get_rng_state())],
     }
@@ -333,21 +333,21 @@ def save_generators(path: Path) -> None:
 
 def load_generators(path: Path) -> None:
     """Take over the states in ``path``; the device's only on a device of that kind. ValueError has changed nothing."""
-    before = random.getstate(), np.random.get_state(legacy=True), torch.random.get_rng_state()
+    former_states = random.getstate(), np.random.get_state(legacy=True), torch.random.get_rng_state()
     with _content_of(path, "generators") as content:
         version, numbers, gauss = content["python"]
-        name, keys, *rest = content["numpy"]
+        name, keys, *counters = content["numpy"]
         on_cpu, on_device = _tensor(content["torch"]), content["device"]
         try:
             random.setstate((version, tuple(numbers), gauss))
-            np.random.set_state((name, np.array(keys, np.uint32), *rest))
+            np.random.set_state((name, np.array(keys, np.uint32), *counters))
             torch.random.set_rng_state(on_cpu)
             if on_device is not None and on_device[0] == accelerator.kind():
                 torch.get_device_module(on_device[0]).set_rng_state(_tensor(on_device[1]))
         except BaseException:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.random.set_rng_state(before[2])
+            random.setstate(former_states[0])
+            np.random.set_state(former_states[1])
+            torch.random.set_rng_state(former_states[2])
             raise
 
 

@@ -80,7 +80,7 @@ def upload(config: RunConfig) -> None:
         return
     folder = _folder(config)
     try:
-        with without_places(folder) as (sent, others):
+        with without_places(folder) as (sent, files):
             HfApi().upload_folder(
                 repo_id=name,
                 folder_path=sent,
@@ -90,8 +90,8 @@ def upload(config: RunConfig) -> None:
     except Exception as error:
         line = f"{folder} is whole, and was not uploaded to {name}: {first_line(error)}"
         raise UserError(f"{line}; start the run again, or: {_command(config)}") from None
-    more = f"; without the folders in {', '.join(others)}, of which names were sent alone" if others else ""
-    write_line(f"uploaded:   {folder}, as {name}{more}")
+    note = f"; without the folders in {', '.join(files)}, of which names were sent alone" if files else ""
+    write_line(f"uploaded:   {folder}, as {name}{note}")
 
 
 @contextmanager
@@ -101,8 +101,8 @@ def without_places(export: Path) -> Iterator[tuple[Path, list[str]]]:
     if not changed:
         yield export, []
         return
-    with TemporaryDirectory(prefix="deepstow-upload-") as made:
-        folder = Path(made)
+    with TemporaryDirectory(prefix="deepstow-upload-") as temporary:
+        folder = Path(temporary)
         manifest = read(export, finished.KIND)
         for name in manifest.files:
             place = folder / name
@@ -120,16 +120,16 @@ def without_places(export: Path) -> Iterator[tuple[Path, list[str]]]:
 def _elsewhere(path: Path) -> str | None:
     """A configuration as others get it; None: as it is."""
     tree = json.loads(path.read_bytes())
-    found = _named(tree)
-    return None if found == tree else json.dumps(found, indent=2) + "\n"
+    shortened = _named(tree)
+    return None if shortened == tree else json.dumps(shortened, indent=2) + "\n"
 
 
 def _named(value: Any, key: str = "") -> Any:
     """``value`` with the last part of each path to a file or folder of this machine; tokens may look like paths."""
     if isinstance(value, dict):
-        return {name: each if TOKENS.search(name) else _named(each, name) for name, each in value.items()}
+        return {name: item if TOKENS.search(name) else _named(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_named(each, key) for each in value]
+        return [_named(item, key) for item in value]
     if not isinstance(value, str):
         return value
     is_base = key == "base_model_name_or_path" and not hub.is_name(value)

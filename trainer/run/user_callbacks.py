@@ -46,9 +46,9 @@ class UserCallbacks:
         """Raise ConfigError if one cannot be used; none is made yet."""
         self.names, self.codes, self.changed = list[str](), dict[str, str](), set[str]()
         self._kinds = list[tuple[type[TrainerCallback], Mapping[str, Any]]]()
-        for given in config.training.callbacks or ():
-            options = {} if isinstance(given, str) else dict(given)
-            name = given if isinstance(given, str) else options.pop("class")
+        for entry in config.training.callbacks or ():
+            options = {} if isinstance(entry, str) else dict(entry)
+            name = entry if isinstance(entry, str) else options.pop("class")
             try:
                 kind = checked(class_of(name, config.folders(KEY)), TrainerCallback)
                 inspect.signature(kind).bind(**options)
@@ -60,28 +60,28 @@ class UserCallbacks:
 
     def made(self) -> list[TrainerCallback]:
         """One of each. Raise ConfigError if one raises when it is made."""
-        found = []
+        callbacks = []
         for name, (kind, options) in zip(self.names, self._kinds, strict=True):
             try:
-                found.append(kind(**options))
+                callbacks.append(kind(**options))
             except Exception as error:
                 raise ConfigError(f"{KEY} = {name}: cannot be made: {type(error).__name__}: {error}") from None
-        return [*([Restored(found)] if found else []), *found]
+        return [*([Restored(callbacks)] if callbacks else []), *callbacks]
 
     def sentence(self) -> str:
         """What a card says of them; empty if there are none."""
         if not self.names:
             return ""
-        what = " (it changed parameters or the optimizer)"
-        said = (f"`{name.rpartition('/')[2]}`{what * (name in self.changed)}" for name in dict.fromkeys(self.names))
-        return f"Callbacks took part in training: {', '.join(said)}."
+        note = " (it changed parameters or the optimizer)"
+        shown = (f"`{name.rpartition('/')[2]}`{note * (name in self.changed)}" for name in dict.fromkeys(self.names))
+        return f"Callbacks took part in training: {', '.join(shown)}."
 
     def _watched(self, kind: type[TrainerCallback], name: str) -> type[TrainerCallback]:
         """``kind``, whose events are watched; its name is that of its state in a checkpoint."""
-        made = guarded(kind, TrainerCallback, name)
-        events = [event for event in vars(made) if event in vars(TrainerCallback)]
-        seen = {event: self._watch(getattr(made, event), name) for event in events}
-        return type(name, (made,), {"__module__": kind.__module__, **seen})
+        subclass = guarded(kind, TrainerCallback, name)
+        events = [event for event in vars(subclass) if event in vars(TrainerCallback)]
+        seen = {event: self._watch(getattr(subclass, event), name) for event in events}
+        return type(name, (subclass,), {"__module__": kind.__module__, **seen})
 
     def _watch(self, event: Callable[..., Any], name: str) -> Callable[..., Any]:
         @wraps(event)
@@ -92,8 +92,8 @@ class UserCallbacks:
             result = event(callback, args, state, control, **known)
             if _looked_at(known) != before:
                 self.changed.add(name)
-            if saves and (other := sorted(dict(files.items() ^ _files(folder).items()))):
-                what = f"on_save has written {other[0]} into {folder}, which is sealed"
+            if saves and (written := sorted(dict(files.items() ^ _files(folder).items()))):
+                what = f"on_save has written {written[0]} into {folder}, which is sealed"
                 raise Raised(f"{name}: {what}; take it out, and write beside the checkpoints")
             return result
 
@@ -108,11 +108,11 @@ def keeping(folder: Path, *, alone: bool) -> Iterator[None]:
     try:
         yield
     except Raised as error:
-        kept = checkpoint.GOES_ON
+        last = checkpoint.GOES_ON
         if alone:
-            found = checkpoint.complete(folder) if folder.is_dir() else []
-            kept = f"{found[-1].path} is the last checkpoint" if found else "there is no checkpoint yet"
-        error.rewrite(lambda line: f"{KEY} = {line}; {kept}")
+            checkpoints = checkpoint.complete(folder) if folder.is_dir() else []
+            last = f"{checkpoints[-1].path} is the last checkpoint" if checkpoints else "there is no checkpoint yet"
+        error.rewrite(lambda line: f"{KEY} = {line}; {last}")
         raise
 
 
@@ -125,8 +125,8 @@ class Restored(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.global_step or args.restore_callback_states_from_checkpoint:
             return
-        kept: Any = state.stateful_callbacks or {}
-        waiting = {name: list(each) if isinstance(each, list) else [each] for name, each in kept.items()}
+        saved: Any = state.stateful_callbacks or {}
+        waiting = {name: list(entry) if isinstance(entry, list) else [entry] for name, entry in saved.items()}
         for callback in self._callbacks:
             if isinstance(callback, ExportableState) and (states := waiting.get(type(callback).__name__)):
                 for attribute, value in states.pop(0)["attributes"].items():
@@ -136,15 +136,15 @@ class Restored(TrainerCallback):
 def _looked_at(known: Mapping[str, Any]) -> list[Any]:
     """What changes with parameters and optimizer: how often tensors were written, and the options of its groups."""
     model, optimizer = known.get("model"), known.get("optimizer")
-    found: list[Any] = [each._version for each in model.parameters()] if model is not None else []
+    fingerprint: list[Any] = [param._version for param in model.parameters()] if model is not None else []
     for group in getattr(optimizer, "param_groups", ()):
-        found.append({key: value for key, value in group.items() if key != "params"})
+        fingerprint.append({key: value for key, value in group.items() if key != "params"})
     states = getattr(optimizer, "state", None)
-    for each in states.values() if isinstance(states, Mapping) else ():
-        found += [part._version for part in each.values() if hasattr(part, "_version")]
-    return found
+    for state in states.values() if isinstance(states, Mapping) else ():
+        fingerprint += [entry._version for entry in state.values() if hasattr(entry, "_version")]
+    return fingerprint
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
-    there = (path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ()
-    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in there}
+    paths = (path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ()
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}

@@ -90,10 +90,10 @@ def shrink(
     tree = config.tree()
     same = ("dtype", "attn_implementation", "attention_mask", "lora", "quantization_config")
     model = {key: value for key, value in tree["model"].items() if key in same}
-    cutting = (each.least_blocks() for each in config.strategies.values() if isinstance(each, CutsBlocks))
-    least = max([layers, *cutting])
+    cutting = (strategy.least_blocks() for strategy in config.strategies.values() if isinstance(strategy, CutsBlocks))
+    num_blocks = max([layers, *cutting])
     hf_config = load_config(config.model, VOCAB)
-    small = copies_of.shrink_model(hf_config, least)
+    small = copies_of.shrink_model(hf_config, num_blocks)
     divided = degrees(config.strategies)
     copies_of.widen(small, max(divided.get(axis, 1) for axis in (Axis.TENSOR, Axis.SEQUENCE)))
     if divided:  # parts of a model draw their own numbers
@@ -213,16 +213,16 @@ def threads_of_each(num_ranks: int) -> int:
     """Threads of each rank, on both sides of a comparison: another number adds up products in another order. A side
     with fewer ranks leaves cores idle.
     """
-    given = os.environ.get("OMP_NUM_THREADS")
-    return int(given) if given else max(1, usable_cores() // num_ranks)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return int(threads) if threads else max(1, usable_cores() // num_ranks)
 
 
 def _trained(num_ranks: int, config: RunConfig, threads: int) -> dict[str, Any]:
     """Train on real ranks with so many ``threads`` each; what rank 0 returns. UserError: it was refused."""
-    found: dict[str, Any] = run_world(num_ranks, train_or_refuse, config, threads=threads)
-    if "lines" in found:
-        raise {kind.code: kind for kind in (ConfigError, DataError)}.get(found["code"], UserError)(found["lines"])
-    return found
+    result: dict[str, Any] = run_world(num_ranks, train_or_refuse, config, threads=threads)
+    if "lines" in result:
+        raise {kind.code: kind for kind in (ConfigError, DataError)}.get(result["code"], UserError)(result["lines"])
+    return result
 
 
 # --- offload ---------------------------------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ class Offloaded:
         yield from (self._check(copy, against, plain, keep_optimizer=not mixed) for copy in copies)
 
     def _check(self, copy: CopyRun, against: str, expected: dict[str, Any], *, keep_optimizer: bool) -> Check:
-        found = self._run(copy.options, keep_optimizer=keep_optimizer)
-        moved, tolerance = Moved(**found["moved"]), self._tolerance
-        sides = [each["weights"] | (each["state"] if "state" in expected else {}) for each in (expected, found)]
+        result = self._run(copy.options, keep_optimizer=keep_optimizer)
+        moved, tolerance = Moved(**result["moved"]), self._tolerance
+        sides = [side["weights"] | (side["state"] if "state" in expected else {}) for side in (expected, result)]
         if "state" in expected:
             # Both sides are the engine's and use the same kernels, unless the CPU updates what an accelerator updates
             # on the other side. Which bucket an element is in, and where, decides how the library adds it.
@@ -275,8 +275,8 @@ class Offloaded:
 
     def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
-        known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
-        stages = [narrowed(small, known, rank) for rank in known.run.grid.groups("stage")[0]]
+        small_facts = facts.gather(small, self._num_ranks, self._num_ranks, probe())
+        stages = [narrowed(small, small_facts, rank) for rank in small_facts.run.grid.groups("stage")[0]]
         return copies_of.moving(self._real, small.strategies, stages)
 
     def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
@@ -284,8 +284,8 @@ class Offloaded:
         small = shrink(self._config, folder, self._steps, layers=layers, keep_optimizer=keep_optimizer)
         # The copy has other blocks than those that a pipeline may be told to cut.
         strategies = {
-            name: each.model_copy(update={"blocks": None}) if Axis.STAGES in each.divides() else each
-            for name, each in small.strategies.items()
+            name: strategy.model_copy(update={"blocks": None}) if Axis.STAGES in strategy.divides() else strategy
+            for name, strategy in small.strategies.items()
         }
         return small.model_copy(update={"strategies": strategies})
 
@@ -297,8 +297,8 @@ class Offloaded:
             if options is None:
                 return _trained(facts.run_facts(small, self._num_ranks).replicas, without_strategies(small), threads)
             name, addresses = copies_of.layout_strategy(self._real), self._real.decided_by((Place.__name__, RUN))
-            given = small.strategies[name]
-            changed = type(given).model_validate({**given.model_dump(), **options})
+            strategy = small.strategies[name]
+            changed = type(strategy).model_validate({**strategy.model_dump(), **options})
             checked = find(addresses).model_validate({"debug": True})
             strategies = {**small.strategies, name: changed, addresses: checked}
             return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}), threads)
@@ -322,20 +322,20 @@ def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
         raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
     differences = []
     for name, expected in plain.items():
-        found = other[name]
-        if not torch.equal(expected.view(torch.int32), found.view(torch.int32)):
-            relative = float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))
-            differences.append(Difference(name, relative, int((expected != found).sum()), expected.numel()))
+        actual = other[name]
+        if not torch.equal(expected.view(torch.int32), actual.view(torch.int32)):
+            relative = float((expected - actual).abs().max() / expected.abs().max().clamp_min(1e-12))
+            differences.append(Difference(name, relative, int((expected != actual).sum()), expected.numel()))
     return sorted(differences, key=lambda difference: -difference.relative)
 
 
 def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result of plain training, which runs twice on an accelerator; UserError if it does not repeat itself."""
-    found = train()
-    noise = compare(found["weights"], train()["weights"]) if accelerator.kind() is not None else []
+    result = train()
+    noise = compare(result["weights"], train()["weights"]) if accelerator.kind() is not None else []
     if noise:
         raise UserError(
             f"plain training does not repeat itself here: {len(noise)} tensors differ between two runs, "
             f"{noise[0].name} by {noise[0].relative:.1e}; an operator has no deterministic kernel"
         )
-    return found
+    return result

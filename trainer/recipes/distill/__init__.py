@@ -58,8 +58,8 @@ class DistillSection(Section):
     @property
     def teachers(self) -> dict[str, float]:
         """The share of each in the average."""
-        given = {self.teacher: 1.0} if isinstance(self.teacher, str) else self.teacher
-        return {name: weight / sum(given.values()) for name, weight in given.items()}
+        weights = {self.teacher: 1.0} if isinstance(self.teacher, str) else self.teacher
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
 @RECIPES.add
@@ -97,8 +97,8 @@ class Distill(Recipe):
         teacher.refuse(config)
 
     def counted_by(self, config: RunConfig) -> Any:
-        asked = self.options(config)
-        return [asked.loss, asked.top_k, asked.on]
+        section = self.options(config)
+        return [section.loss, section.top_k, section.on]
 
     def counted_loss(self, model: Any, config: RunConfig, shape: tuple[int, int]) -> Mapping[str, Any]:
         from deepstow.trainer.recipes.distill import loss
@@ -114,7 +114,7 @@ class Distill(Recipe):
 
     def is_moved(self, old: Any, new: Any) -> bool:
         """Names of teachers are no more than places, of as many with the same weights."""
-        weights = [[*each.values()] if isinstance(each, Mapping) else [1.0] for each in (old, new)]
+        weights = [[*teachers.values()] if isinstance(teachers, Mapping) else [1.0] for teachers in (old, new)]
         return weights[0] == weights[1]
 
     def hash_of_files(self, config: RunConfig) -> str:
@@ -150,5 +150,5 @@ class Distill(Recipe):
 
 def asked_of(config: RunConfig) -> DistillSection:
     """What the section of ``config`` asks for."""
-    found: DistillSection = RECIPES[Distill.name].options(config)
-    return found
+    section: DistillSection = RECIPES[Distill.name].options(config)
+    return section

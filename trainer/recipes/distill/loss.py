@@ -85,24 +85,24 @@ def answers(
     """The answers of teachers with these logits: [rows, vocabulary] each -> int32 [rows, width]. Of several, they are
     those of the average of their probabilities by ``shares``. ``hidden``: the only one's state [rows, hidden].
     """
-    found = torch.empty(len(logits[0]), how.width, dtype=torch.int32, device=logits[0].device)
+    packed = torch.empty(len(logits[0]), how.width, dtype=torch.int32, device=logits[0].device)
     if hidden is not None:
-        kept = hidden.to(torch.bfloat16 if how.half else torch.float32).contiguous()
-        found[:, how.width - kept.shape[1] * kept.element_size() // 4 :] = kept.view(torch.int32)
+        state = hidden.to(torch.bfloat16 if how.half else torch.float32).contiguous()
+        packed[:, how.width - state.shape[1] * state.element_size() // 4 :] = state.view(torch.int32)
     if not how.logits:
-        return found
-    for part in chunks(len(logits[0]), max(each.shape[1] for each in logits) * len(logits)):
-        scaled, *others = (each[part, : how.words].float() / how.temperature for each in logits)
+        return packed
+    for chunk in chunks(len(logits[0]), max(teacher_logits.shape[1] for teacher_logits in logits) * len(logits)):
+        scaled, *others = (teacher_logits[chunk, : how.words].float() / how.temperature for teacher_logits in logits)
         if others:
             weighted = zip((scaled, *others), shares, strict=True)
-            scaled = torch.stack([log_softmax(each, 1) + log(share) for each, share in weighted]).logsumexp(0)
+            scaled = torch.stack([log_softmax(scores, 1) + log(share) for scores, share in weighted]).logsumexp(0)
         if how.top_k is None:
-            found[part, : how.words] = log_softmax(scaled, 1).view(torch.int32)
+            packed[chunk, : how.words] = log_softmax(scaled, 1).view(torch.int32)
             continue
         top = scaled.topk(how.top_k, 1).indices
-        found[part, : how.top_k] = top.int()
-        found[part, how.top_k : 2 * how.top_k + 1] = _outcomes(scaled, top).view(torch.int32)
-    return found
+        packed[chunk, : how.top_k] = top.int()
+        packed[chunk, how.top_k : 2 * how.top_k + 1] = _outcomes(scaled, top).view(torch.int32)
+    return packed
 
 
 def _outcomes(scaled: Tensor, top: Tensor | None) -> Tensor:
@@ -137,8 +137,8 @@ def row_losses(logits: Tensor, target: Tensor, answer: Tensor, how: Distillation
     scores, k = logits.float(), how.top_k
     losses = (1 - how.alpha) * cross_entropy(scores, target, ignore_index=ignored, reduction="none")
     if how.logits:
-        ours = _outcomes(scores[:, : how.words] / how.temperature, None if k is None else answer[:, :k].long())
-        divergence = DIVERGENCES[how.divergence](how.log_probabilities(answer), ours) * how.temperature**2
+        outcomes = _outcomes(scores[:, : how.words] / how.temperature, None if k is None else answer[:, :k].long())
+        divergence = DIVERGENCES[how.divergence](how.log_probabilities(answer), outcomes) * how.temperature**2
         losses = how.alpha * divergence + losses
     return torch.where(target == ignored, 0.0, losses)
 
@@ -159,8 +159,8 @@ class _ByChunks(torch.autograd.Function):
         ctx: Any, rows: Tensor, target: Tensor, answer: Tensor, how: Distillation, ignored: int, losses_of: Losses
     ) -> Tensor:
         losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        for part in chunks(*rows.shape):
-            losses[part] = losses_of(rows[part], target[part], answer[part], how, ignored)
+        for chunk in chunks(*rows.shape):
+            losses[chunk] = losses_of(rows[chunk], target[chunk], answer[chunk], how, ignored)
         ctx.save_for_backward(rows.detach(), target, answer)  # see [Note: memory of the logits] in chunked_loss.py
         ctx.how, ctx.ignored, ctx.losses_of = how, ignored, losses_of
         ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -172,11 +172,11 @@ class _ByChunks(torch.autograd.Function):
             raise RuntimeError("create_graph=True: the loss of a student has no second derivative; leave distill out")
         rows, target, answer = ctx.saved_tensors
         into = rows if is_free(ctx, rows) else torch.empty_like(rows)
-        for part in chunks(*rows.shape):
-            mine = rows[part].clone().requires_grad_()
+        for chunk in chunks(*rows.shape):
+            chunk_rows = rows[chunk].clone().requires_grad_()
             with torch.enable_grad():
-                losses = ctx.losses_of(mine, target[part], answer[part], ctx.how, ctx.ignored)
-            (into[part],) = torch.autograd.grad(losses, mine, grad.expand_as(losses))
+                losses = ctx.losses_of(chunk_rows, target[chunk], answer[chunk], ctx.how, ctx.ignored)
+            (into[chunk],) = torch.autograd.grad(losses, chunk_rows, grad.expand_as(losses))
         return into, None, None, None, None, None
 
 
@@ -184,16 +184,16 @@ def keep_state(model: Any) -> list[Tensor]:
     """A list that has what the head reads [batch, length, hidden] after a forward of ``model``, a causal language
     model; whoever reads it takes it out. ValueError: it has no head that Transformers knows of.
     """
-    kept: list[Tensor] = []
+    states: list[Tensor] = []
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} does not say what its head is, so its hidden states are not known")
 
     def keep(module: nn.Module, args: Any) -> None:
-        kept[:] = [args[0]]
+        states[:] = [args[0]]
 
     head.register_forward_pre_hook(keep)
-    return kept
+    return states
 
 
 def student_loss(
@@ -227,11 +227,11 @@ def student_loss(
 
 def distil(model: nn.Module, how: Distillation) -> None:
     """Let ``model`` learn from answers that its forward is given. ValueError if its forward cannot be."""
-    found: list[Any] = owners(model)
-    takes = [inspect.signature(module.forward).parameters.values() for module in found]
-    if not found or not all(any(each.kind is each.VAR_KEYWORD for each in each_of) for each_of in takes):
+    modules: list[Any] = owners(model)
+    signatures = [inspect.signature(module.forward).parameters.values() for module in modules]
+    if not modules or not all(any(param.kind is param.VAR_KEYWORD for param in params) for params in signatures):
         raise ValueError(f"{type(model).__name__} has a loss of its own, which cannot be given a teacher's answers")
-    for module in found:
+    for module in modules:
         states = keep_state(module) if how.hidden else None
         module.loss_function = partial(student_loss, how=how, states=states)
 
@@ -244,13 +244,13 @@ def width_of(text_config: Any) -> int:
 def comparison(config: RunConfig, words: int, hidden: int) -> Distillation:
     """What ``config`` compares of ``words`` words and ``hidden`` numbers of a state that student and teacher have."""
     section = asked_of(config)
-    few = section.top_k if section.top_k != "all" and section.top_k < words else None
+    top_k = section.top_k if section.top_k != "all" and section.top_k < words else None
     half = config.training.bf16 and hidden % 2 == 0  # two of them are kept in 32 bits
     return Distillation(
         section.loss,
         section.alpha,
         section.temperature,
-        few,
+        top_k,
         words,
         0 if section.on == "logits" else hidden,
         section.hidden_weight,
@@ -283,6 +283,6 @@ def answers_of(rows: Sequence[Mapping[str, Any]], labels: Tensor) -> Tensor:
     """
     predicts = pad(labels, (0, 1), value=MASKED)[:, 1:] != MASKED
     stored = np.frombuffer(b"".join(row[TEACHER] for row in rows), np.int32)
-    found = torch.zeros(*labels.shape, len(stored) // int(predicts.sum()), dtype=torch.int32)
-    found[predicts] = torch.from_numpy(stored.copy()).view(int(predicts.sum()), -1)
-    return found
+    by_position = torch.zeros(*labels.shape, len(stored) // int(predicts.sum()), dtype=torch.int32)
+    by_position[predicts] = torch.from_numpy(stored.copy()).view(int(predicts.sum()), -1)
+    return by_position

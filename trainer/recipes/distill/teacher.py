@@ -84,24 +84,24 @@ class Lesson:
 
 def sections_of(config: RunConfig) -> dict[str, ModelSection]:
     """The teachers as models, by name."""
-    asked = asked_of(config)
+    section = asked_of(config)
     dtype: Any = "bfloat16" if config.training.bf16 else "float32"
     trusts = config.model.trust_remote_code
     bits: dict[Any, dict[str, Any]] = {
         "int8": {"load_in_8bit": True},
         "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
     }
-    few = bits.get(asked.teacher_dtype)
-    given = {"dtype": dtype, "trust_remote_code": trusts, "quantization_config": few and QuantizationSection(**few)}
-    return {name: ModelSection(name_or_path=name, **given) for name in asked.teachers}
+    few = bits.get(section.teacher_dtype)
+    options = {"dtype": dtype, "trust_remote_code": trusts, "quantization_config": few and QuantizationSection(**few)}
+    return {name: ModelSection(name_or_path=name, **options) for name in section.teachers}
 
 
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError if a teacher has no configuration, or hidden states of another width than the student."""
-    on, configs, own = asked_of(config).on, configs_of(config), width_of(build.config_of(config).get_text_config())
-    for name, found in configs.items():
-        if on != "logits" and (width := width_of(found.get_text_config())) != own:
-            why = f"hidden states of {name} have {width} numbers, and the student's {own}"
+    on, configs, expected = asked_of(config).on, configs_of(config), width_of(build.config_of(config).get_text_config())
+    for name, hf_config in configs.items():
+        if on != "logits" and (width := width_of(hf_config.get_text_config())) != expected:
+            why = f"hidden states of {name} have {width} numbers, and the student's {expected}"
             what = "a projection between them would be a trained parameter that no export has a place for; write logits"
             raise config.error("distill.on", on, f"{why}; {what}")
 
@@ -109,10 +109,10 @@ def refuse(config: RunConfig) -> None:
 def check(session: Session) -> Lesson:
     """What the teacher will be asked. A collective. ConfigError: it cannot be this student's, or has no room."""
     config, home = session.config, _home(session.config)
-    given = config, session.tokenizer, session.prepared, build.config_of(config).get_text_config()
+    arguments = config, session.tokenizer, session.prepared, build.config_of(config).get_text_config()
     budget = budget_of(config, session.plan)
     with agreement(session.ranks, DAY_S) as together:
-        lesson = together.on_first(lambda: lesson_of(*given, budget, home, write_line))
+        lesson = together.on_first(lambda: lesson_of(*arguments, budget, home, write_line))
     for section in sections_of(config).values():
         check_packing(config.model_copy(update={"model": section}))
     return lesson
@@ -139,13 +139,13 @@ def lesson_of(
     sections, called = sections_of(config), config.model.name_or_path or "the student"
     for name, hf_config in configs.items():
         with _named(config, name):
-            own = tokenizers.load(None, name, config.model.trust_remote_code, folder, ())
-        if why := unlike(own, tokenizer, called):
+            teacher_tokenizer = tokenizers.load(None, name, config.model.trust_remote_code, folder, ())
+        if why := unlike(teacher_tokenizer, tokenizer, called):
             raise config.error("distill.teacher", name, f"{why}; a teacher has the student's tokens")
         if (words := hf_config.get_text_config().vocab_size) < len(tokenizer):
             what = f"its model has {words} words, fewer than the {len(tokenizer)} of the tokenizer"
             raise config.error("distill.teacher", name, what)
-    words = min(each.get_text_config().vocab_size for each in (student, *configs.values()))
+    words = min(hf_config.get_text_config().vocab_size for hf_config in (student, *configs.values()))
     how = comparison(config, words, width_of(student))
     mark = mark_of(config)
     decide = [prepared.fingerprint, mark, next(iter(sections.values())).dtype, how.temperature, how.top_k, how.words]
@@ -156,18 +156,18 @@ def lesson_of(
     count = num_answers(rows)
     needed, home = 4 * count * how.width, folder / key
     in_part = max(1, PART_BYTES * len(rows) // max(1, needed))  # whatever the batches are: asking may go on with others
-    kept = sum(path.stat().st_size for path in _writing(home).glob("*.arrow"))
+    kept_bytes = sum(path.stat().st_size for path in _writing(home).glob("*.arrow"))
     free = disk_free_bytes(folder)
-    if not home.is_dir() and needed - kept > free:
+    if not home.is_dir() and needed - kept_bytes > free:
         what = f"{count:,} answers take {human(needed)}, and {folder} has {human(free)} free"
         cure = "lower it, or make room" if how.logits else "make room"
-        asked = "top_k" if how.logits else "on"
-        raise config.error(f"distill.{asked}", getattr(section, asked), f"{what}; {cure}")
+        option = "top_k" if how.logits else "on"
+        raise config.error(f"distill.{option}", getattr(section, option), f"{what}; {cure}")
     where = ["answered already"] * len(configs)
     if not home.is_dir():
-        where = [said for _, said in _place(config, budget, _described(config))]
-    said = "; ".join(f"{name}, {each}" for name, each in zip(configs, where, strict=True))
-    say(f"teacher: {said}; {count:,} answers of {human(4 * how.width)}: {human(needed)} in {folder}")
+        where = [place for _, place in _place(config, budget, _described(config))]
+    places = "; ".join(f"{name}, {place}" for name, place in zip(configs, where, strict=True))
+    say(f"teacher: {places}; {count:,} answers of {human(4 * how.width)}: {human(needed)} in {folder}")
     return Lesson(how, mark, key, budget, in_part)
 
 
@@ -179,28 +179,28 @@ def mark_of(config: RunConfig) -> str:
 
 def configs_of(config: RunConfig) -> dict[str, Any]:
     """The configuration of each teacher's model. ConfigError: there is none."""
-    found = {}
+    configs = {}
     for name, section in sections_of(config).items():
         with _named(config, name):
             if section.quantization_config is not None:
                 quantise.config_of(section.quantization_config)
             build.refuse_missing_folder(section)
-            found[name] = build.load_config(section)
-    return found
+            configs[name] = build.load_config(section)
+    return configs
 
 
 def _described(config: RunConfig, *, saved: bool = True) -> list[PreTrainedModel]:
     """The teachers without values; those that are not ``saved`` yet, by their configuration."""
-    found = []
+    models = []
     for (name, section), hf_config in zip(sections_of(config).items(), configs_of(config).values(), strict=True):
-        few = section.quantization_config
+        quantization = section.quantization_config
         section = section.model_copy(update={"quantization_config": None})
         if not saved:
             section = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
         with _named(config, name):
             model = build.build(section, hf_config, seed=0, partitioned=False, on_meta=True)
-        found.append(model if few is None else quantise.quantise(model, few))
-    return found
+        models.append(model if quantization is None else quantise.quantise(model, quantization))
+    return models
 
 
 def priced(config: RunConfig, budget: int, machine: Machine) -> list[str]:
@@ -214,10 +214,10 @@ def priced(config: RunConfig, budget: int, machine: Machine) -> list[str]:
         with _named(config, name):
             flops = facts.counted(alone.model_copy(update={"model": section})).forward_flops
         buckets = () if plan is None or plan.layout is None else plan.layout.buckets
-        up = sum(bucket.weight_bytes for bucket in buckets if not bucket.resident)
+        sent_bytes = sum(bucket.weight_bytes for bucket in buckets if not bucket.resident)
         lines.append(
             f"teacher, before training: {name}, {where}; a forward of {size} x {config.data.max_length:,} tokens takes "
-            f"{flops / 1e12:,.4g} TFLOP and sends {human(up)} over the link"
+            f"{flops / 1e12:,.4g} TFLOP and sends {human(sent_bytes)} over the link"
         )
     return lines
 
@@ -242,12 +242,12 @@ def unlike(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, n
     theirs, ours = teacher.get_vocab(), student.get_vocab()
     if len(theirs) != len(ours):
         return f"its tokenizer has {len(theirs)} tokens, and that of {name} has {len(ours)}"
-    other = next((token for token in ours if theirs.get(token) != ours[token]), None)
-    if other is None:
+    differing = next((token for token in ours if theirs.get(token) != ours[token]), None)
+    if differing is None:
         return ""
-    number = theirs.get(other)
+    number = theirs.get(differing)
     has = "has none" if number is None else f"has number {number}"
-    return f"its tokenizer {has} for {other!r}, and that of {name} has number {ours[other]}"
+    return f"its tokenizer {has} for {differing!r}, and that of {name} has number {ours[differing]}"
 
 
 def num_answers(rows: Dataset) -> int:
@@ -269,28 +269,28 @@ def _place(
     size, needs = asked_of(config).teacher_batch_size, list(map(weights_of, models))
     tokens = size * config.data.max_length
     logits = sum(
-        2 * tokens * each.config.get_text_config().vocab_size * next(each.parameters()).element_size()
-        for each in models
+        2 * tokens * model.config.get_text_config().vocab_size * next(model.parameters()).element_size()
+        for model in models
     )
-    room, found = budget - logits, []
+    room, plans = budget - logits, []
     for model, weights in zip(models, needs, strict=True):
-        own = room if len(models) == 1 else weights if sum(needs) <= room else room * weights // sum(needs)
+        share = room if len(models) == 1 else weights if sum(needs) <= room else room * weights // sum(needs)
         try:
-            found.append(plan_within(model, own, machine))
+            plans.append(plan_within(model, share, machine))
         except ValueError as error:
             what = f"{human(sum(needs))} of weights and {human(logits)} for logits of {tokens:,} tokens do not fit"
             line = f"{what} into {human(budget)} ({error}); lower it, or data.max_length"
             raise config.error("distill.teacher_batch_size", size, line) from None
-    return found
+    return plans
 
 
 def answered(session: Session, lesson: Lesson) -> Session:
     """The run whose rows have the teacher's answers, asked by the first rank of a machine and opened by all."""
     config, first = session.config, session.ranks.is_first_local
-    given = config, lesson, session.tokenizer, session.prepared, _home(config)
+    arguments = config, lesson, session.tokenizer, session.prepared, _home(config)
     where = device_of("cpu" if config.training.use_cpu else None)
     say = write_line if first else write_nothing
-    prepared = first_then_all(session.ranks, lambda: with_answers(*given, where, say, compares=first))
+    prepared = first_then_all(session.ranks, lambda: with_answers(*arguments, where, say, compares=first))
     return replace(session, prepared=prepared)
 
 
@@ -333,12 +333,12 @@ def _ask(
     say: Say,
 ) -> None:
     """Write the parts of ``home`` that are not there yet, and seal them. Without a bar, ``say`` how far it is."""
-    asked = asked_of(config)
-    draft, size, pad = _writing(home), asked.teacher_batch_size, tokenizer.pad_token_id
+    section = asked_of(config)
+    draft, size, pad = _writing(home), section.teacher_batch_size, tokenizer.pad_token_id
     rows: Any = prepared.train
     assert isinstance(pad, int)
     draft.mkdir(exist_ok=True)
-    collate, said = Collator(pad, config.data.packing), monotonic()
+    collate, said_s = Collator(pad, config.data.packing), monotonic()
     bar = tqdm(total=len(rows), desc="teacher", unit=" rows", leave=False, disable=None)
     with _teachers(config, lesson, device) as calls, bar:
         for number, start in enumerate(range(0, len(rows), lesson.rows)):
@@ -346,15 +346,15 @@ def _ask(
             if path.exists():
                 bar.update(stop - start)
                 continue
-            made = list[bytes]()
+            row_answers = list[bytes]()
             for at in range(start, stop, size):
                 batch = collate([rows[i] for i in range(at, min(at + size, stop))])
-                made += _asked(calls, batch, lesson.how, list(asked.teachers.values()))
+                row_answers += _asked(calls, batch, lesson.how, list(section.teachers.values()))
                 bar.update(min(size, stop - at))
-                if bar.disable and monotonic() - said > SAY_EVERY_S:
-                    said = monotonic()
-                    say(f"teacher: {start + len(made):,} of {len(rows):,} rows answered")
-            replace_file(path, _arrow(made))
+                if bar.disable and monotonic() - said_s > SAY_EVERY_S:
+                    said_s = monotonic()
+                    say(f"teacher: {start + len(row_answers):,} of {len(rows):,} rows answered")
+            replace_file(path, _arrow(row_answers))
     seal(draft, TEACHER, {"key": lesson.key})
     remove(home)
     draft.rename(home)
@@ -371,18 +371,18 @@ def _asked(
     labels = batch.pop("labels")
     predicts = labels[:, 1:] != MASKED
     logits = [call(**batch).logits[:, :-1] for call, _ in calls]
-    states = [kept.pop() for _, kept in calls if how.hidden]
-    found = []
+    states = [hidden.pop() for _, hidden in calls if how.hidden]
+    row_answers = []
     for row, trained in enumerate(predicts):
         where = trained.to(logits[0].device)
         state = states[0][row, :-1][where] if how.hidden else None
-        answer = answers([each[row][where] for each in logits], how, shares, state).cpu()
+        answer = answers([teacher_logits[row][where] for teacher_logits in logits], how, shares, state).cpu()
         if not (how.log_probabilities(answer).isfinite().all() and how.state(answer).isfinite().all()):
             raise DataError(
                 "distill.teacher: its numbers are not finite, so it has no answer; take another dtype or model"
             )
-        found.append(answer.numpy().tobytes())
-    return found
+        row_answers.append(answer.numpy().tobytes())
+    return row_answers
 
 
 def _arrow(made: list[bytes]) -> bytes:

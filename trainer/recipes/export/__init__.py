@@ -44,7 +44,7 @@ class Export(Recipe):
 
     def refusals(self, config: RunConfig, world_size: int, *, installed: bool) -> Iterator[Refusal]:
         exporter, name = self.exporter(config), self.options(config).format
-        absent = [each for each in exporter.packages if find_spec(each) is None] if installed else []
+        absent = [package for package in exporter.packages if find_spec(package) is None] if installed else []
         if absent:
             yield Refusal(
                 KEY, name, f"needs {', '.join(absent)}; write pip install {' '.join(absent)}, or torch_export"
@@ -81,8 +81,8 @@ class _Writer(Writer):
     def write(self, name: str, draft: Path) -> Mapping[str, Any]:
         from deepstow.trainer.run.export import after
 
-        if said := self._exporter.export(self._exact.folder, draft, self._config):
-            after(self._exact.folder, said).save(draft / "README.md")
+        if text := self._exporter.export(self._exact.folder, draft, self._config):
+            after(self._exact.folder, text).save(draft / "README.md")
         return {}
 
     def wrote(self, name: str, folder: Path) -> None:

@@ -52,23 +52,23 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        found: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        return found
+        logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return logits
 
 
 def program_of(model: Any) -> ExportedProgram:
     """``model`` as a program for any number of rows and tokens. Raises what torch raises if it cannot be exported."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    axes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC(max=most) if most else Dim.DYNAMIC}
+    max_length = getattr(model.config, "max_position_embeddings", None)
+    axes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC(max=max_length) if max_length else Dim.DYNAMIC}
     inputs = (torch.zeros(TRACED, dtype=torch.int64), torch.ones(TRACED, dtype=torch.int64))
     with torch.no_grad():
-        found = torch.export.export(
+        program = torch.export.export(
             Logits(model.eval()), inputs, dynamic_shapes={"input_ids": axes, "attention_mask": axes}
         )
-    for part in found.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             node.meta.pop("stack_trace", None)  # which names files of this machine, and would be saved
-    return found
+    return program
 
 
 def saved(model: Any, form: str, folder: Path) -> Callable[[Tensor, Tensor], Tensor]:
@@ -79,8 +79,8 @@ def saved(model: Any, form: str, folder: Path) -> Callable[[Tensor, Tensor], Ten
         return torch.export.load(folder / "model.pt2").module()
     import onnxruntime
 
-    made: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=["logits"])
-    made.save(folder / "model.onnx", external_data=True)
+    onnx_program: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=["logits"])
+    onnx_program.save(folder / "model.onnx", external_data=True)
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
 
     def call(ids: Tensor, mask: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def largest_difference(program: Any, model: Any) -> float:
     worst = 0.0
     for ids, mask in _rows(model.get_input_embeddings().num_embeddings):
         with torch.no_grad():
-            ours, theirs = (each(ids, mask).float()[mask.bool()] for each in (Logits(model), program))
+            ours, theirs = (forward(ids, mask).float()[mask.bool()] for forward in (Logits(model), program))
         worst = max(worst, float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-12)))
         worst = worst if theirs.isfinite().all() else float("inf")
     return worst
@@ -140,5 +140,5 @@ def make(config: RunConfig, form: str, exact: Path, draft: Path) -> str:
     if not difference <= (FP32_TOLERANCE if model.dtype is torch.float32 else HALF_TOLERANCE):
         raise ExportError(f"export: logits of the program differ by {difference:.2e} of the largest")
     write_line(f"export: as a program ({form}), reloaded: largest difference of a logit {difference:.1e}")
-    said = f"Logits differ from the model's by {difference:.1e} of the largest at most."
-    return f"# As a program ({form}, by torch {torch.__version__})\n\n{said}\n\n{USE[form]}"
+    sentence = f"Logits differ from the model's by {difference:.1e} of the largest at most."
+    return f"# As a program ({form}, by torch {torch.__version__})\n\n{sentence}\n\n{USE[form]}"

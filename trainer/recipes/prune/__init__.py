@@ -100,9 +100,9 @@ class Prune(Recipe):
         yield from _structured(p, m, d) if p.method == "structured" else _masked(p, d, t)
 
     def refusals(self, config: RunConfig, world_size: int, *, installed: bool) -> Iterator[Refusal]:
-        asked = self.options(config)
-        if not asked.is_structured:  # zeros are kept where all of each weight is on one rank
-            yield from whole_weights(config, world_size, "prune", asked.model_dump(exclude_unset=True))
+        section = self.options(config)
+        if not section.is_structured:  # zeros are kept where all of each weight is on one rank
+            yield from whole_weights(config, world_size, "prune", section.model_dump(exclude_unset=True))
 
     def model_config(self, built: PretrainedConfig, config: RunConfig) -> PretrainedConfig:
         if not self.options(config).is_structured:
@@ -112,18 +112,18 @@ class Prune(Recipe):
         return sizes.smaller(config, built)
 
     def counted_by(self, config: RunConfig) -> Any:
-        asked = self.options(config)
-        return asked.is_structured and [asked.sparsity, asked.parts]
+        section = self.options(config)
+        return section.is_structured and [section.sparsity, section.parts]
 
     def memory(self, config: RunConfig, model: ModelCount, run: RunFacts) -> Iterable[Held]:
-        asked = self.options(config)
-        if asked.is_structured:
+        section = self.options(config)
+        if section.is_structured:
             return
         from deepstow.trainer.recipes.prune import rounds
 
-        sizes = rounds.sizes(asked, model.units, model.params)
+        sizes = rounds.sizes(section, model.units, model.params)
         if not sizes:
-            raise config.error("prune.modules", asked.modules, "no layer of a block has such a name")
+            raise config.error("prune.modules", section.modules, "no layer of a block has such a name")
         if run.stowed:
             what = "which weights are zero, a stretch at a time"
             yield Held(owner=ZEROS, reason=what, num_bytes=min(max(sizes), SCRATCH_ELEMENTS))
@@ -167,16 +167,16 @@ class Prune(Recipe):
         pruned = next((record for record in reversed(history) if "sparsity" in record), None)
         if pruned is None:
             return
-        each = (f"{key.removeprefix('sparsity/')} {share:.2%}" for key, share in pruned.items() if "sparsity/" in key)
-        yield f"It was pruned: {pruned['sparsity']:.2%} of the weights of these layers are zero ({', '.join(each)})."
+        parts = (f"{key.removeprefix('sparsity/')} {share:.2%}" for key, share in pruned.items() if "sparsity/" in key)
+        yield f"It was pruned: {pruned['sparsity']:.2%} of the weights of these layers are zero ({', '.join(parts)})."
         if first := next((record for record in history if "eval_loss" in record), None):
             yield f"The evaluation loss at step {first['step']} was {first['eval_loss']:.4f}."
 
 
 def asked_of(config: RunConfig) -> PruneSection:
     """What the section of ``config`` asks for."""
-    found: PruneSection = RECIPES[Prune.name].options(config)
-    return found
+    section: PruneSection = RECIPES[Prune.name].options(config)
+    return section
 
 
 def _masked(p: Values, d: Values, t: Values) -> Found:

@@ -43,8 +43,8 @@ class Layer(NamedTuple):
 
     @property
     def weight(self) -> nn.Parameter:
-        found: nn.Parameter = self.module.weight
-        return found
+        weight: nn.Parameter = self.module.weight
+        return weight
 
     def by_output(self, weight: Tensor) -> Tensor:
         """A view of ``weight`` as [outputs, inputs]."""
@@ -60,17 +60,17 @@ def layers_of(model: nn.Module, config: RunConfig) -> list[Layer]:
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module.weight.requires_grad
     ]
-    found = [layer for layer in linear if matches(section, layer.name)]
-    if not found:
-        known = ", ".join(dict.fromkeys(layer.group for layer in linear)) or "none"
-        raise config.error("prune.modules", section.modules, f"no linear layer of a block has such a name: {known}")
-    for layer in found if section.method == "2:4" else ():
+    layers = [layer for layer in linear if matches(section, layer.name)]
+    if not layers:
+        groups = ", ".join(dict.fromkeys(layer.group for layer in linear)) or "none"
+        raise config.error("prune.modules", section.modules, f"no linear layer of a block has such a name: {groups}")
+    for layer in layers if section.method == "2:4" else ():
         if (inputs := layer.by_output(layer.weight).shape[1]) % 4:
             what = (
                 f"{layer.name} has {inputs} inputs, which cannot be taken four by four; leave it out by prune.modules"
             )
             raise config.error("prune.method", section.method, what)
-    return found
+    return layers
 
 
 class Pruning(TrainerCallback):
@@ -96,8 +96,8 @@ class Pruning(TrainerCallback):
             if not value.any():
                 what = f"{layer.name} is all zeros already, and would stay so; choose others"
                 raise self._config.error("prune.modules", section.modules, what)
-            gone = chosen(layer.by_output(value), section.method, sparsity, norms.get(layer.name))
-            layer.by_output(value).masked_fill_(gone, 0.0)
+            mask = chosen(layer.by_output(value), section.method, sparsity, norms.get(layer.name))
+            layer.by_output(value).masked_fill_(mask, 0.0)
             replace(self._optimizer, layer.weight, value)
         write_line(f"prune: {self._counted().words}, before step {state.global_step + 1}")
 
@@ -116,12 +116,12 @@ class Pruning(TrainerCallback):
     def _norms(self, rows: int) -> dict[str, Tensor]:
         """Of each input channel of each layer, on the CPU, over the first ``rows`` rows."""
         trainer, model, was_training = self._trainer, self._trainer.model, self._trainer.model.training
-        left = {"labels", *trainer.data_collator.columns}  # what a loss takes
+        loss_inputs = {"labels", *trainer.data_collator.columns}  # what a loss takes
         model.eval()
         with _squares(self._layers) as squares:
             for index in range(min(rows, len(trainer.train_dataset))):
                 batch = send_to_device(trainer.data_collator([trainer.train_dataset[index]]), trainer.args.device)
-                model(**{name: each for name, each in batch.items() if name not in left})
+                model(**{name: tensor for name, tensor in batch.items() if name not in loss_inputs})
         model.train(was_training)
         return {name: total.sqrt().cpu() for name, total in squares.items()}
 
@@ -133,8 +133,8 @@ class Counts:
         self._groups: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, layer: Layer, value: Tensor) -> None:
-        for index, more in enumerate((1, value.numel(), value.numel() - int(value.count_nonzero()))):
-            self._groups[layer.group][index] += more
+        for index, amount in enumerate((1, value.numel(), value.numel() - int(value.count_nonzero()))):
+            self._groups[layer.group][index] += amount
 
     @property
     def share(self) -> float:
@@ -156,16 +156,16 @@ class Counts:
 @contextmanager
 def _squares(layers: list[Layer]) -> Iterator[dict[str, Tensor]]:
     """The sums of squares of each input channel, in fp32, of all calls inside of the block."""
-    found: dict[str, Tensor] = {}
+    squares: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
         def add(module: nn.Module, inputs: Any) -> None:
-            more = inputs[0].float().square().flatten(0, -2).sum(0)
-            found[name] = found[name] + more if name in found else more
+            sums = inputs[0].float().square().flatten(0, -2).sum(0)
+            squares[name] = squares[name] + sums if name in squares else sums
 
         return add
 
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.module.register_forward_pre_hook(hook(layer.name)).remove)
-        yield found
+        yield squares

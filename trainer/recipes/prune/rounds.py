@@ -23,7 +23,7 @@ def sizes(section: PruneSection, units: Iterable[Unit], params: Iterable[Param])
     """Elements of each parameter that is pruned, with those of norms, whose shape is not known here."""
     blocks = {unit.name for unit in units if unit.kind is UnitKind.BLOCK}
     meant = [each for each in params if each.name.endswith(SUFFIX) and matches(section, each.name.removesuffix(SUFFIX))]
-    return [each.num_elements for each in meant if each.unit in blocks and each.group is not None]
+    return [param.num_elements for param in meant if param.unit in blocks and param.group is not None]
 
 
 def rounds(section: PruneSection, steps: int) -> dict[int, float]:

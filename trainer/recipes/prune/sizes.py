@@ -73,28 +73,28 @@ def smaller(config: RunConfig, built: PretrainedConfig) -> PretrainedConfig:
     if family not in FAMILIES:
         what = f"a {family} model cannot be made smaller so; it can be done for {', '.join(FAMILIES)}"
         raise config.error("prune.method", section.method, what)
-    whole = sizes_of(built)
-    stay = staying(section, whole)
-    asked = section.parts or PARTS
+    full = sizes_of(built)
+    stay = staying(section, full)
+    parts = section.parts or PARTS
     names = ("channels", "heads", "layers")
-    for part, before, after in zip(names, whole, stay, strict=True):
-        if part in asked and before == after:
+    for part, before, after in zip(names, full, stay, strict=True):
+        if part in parts and before == after:
             counted = "groups of heads" if part == "heads" else part
-            least = f"write {_up(1 / before)} or more" if before > 1 and part != "channels" else "write more"
-            what = f"none of {before} {counted} would go; {least}, or leave {part} out of prune.parts"
+            hint = f"write {_up(1 / before)} or more" if before > 1 and part != "channels" else "write more"
+            what = f"none of {before} {counted} would go; {hint}, or leave {part} out of prune.parts"
             raise config.error("prune.sparsity", section.sparsity, what)
-    if stay.layers < whole.layers and (kinds := set(getattr(built, PER_LAYER[0], None) or ())) and len(kinds) > 1:
+    if stay.layers < full.layers and (kinds := set(getattr(built, PER_LAYER[0], None) or ())) and len(kinds) > 1:
         what = f"its layers are of several kinds ({', '.join(sorted(kinds))}), and each would go for another reason"
         raise config.error("prune.parts", section.parts, f"{what}; leave layers out")
-    found = _resized(built, whole, stay)
-    if found is None:
-        better = next((n for n in range(stay.groups - 1, 0, -1) if _resized(built, whole, stay._replace(groups=n))), 0)
-        per_group = built.num_attention_heads // whole.groups
+    resized = _resized(built, full, stay)
+    if resized is None:
+        better = next((n for n in range(stay.groups - 1, 0, -1) if _resized(built, full, stay._replace(groups=n))), 0)
+        per_group = built.num_attention_heads // full.groups
         took = f"{stay.groups * per_group} of {built.num_attention_heads} heads would stay, which {family} models of "
         took += f"hidden_size {built.hidden_size} cannot have in Transformers"
-        cure = f"{_up(1 - better / whole.groups)} keeps {better * per_group}, or " if better else ""
+        cure = f"{_up(1 - better / full.groups)} keeps {better * per_group}, or " if better else ""
         raise config.error("prune.sparsity", section.sparsity, f"{took}; {cure}leave heads out of prune.parts")
-    return found
+    return resized
 
 
 def _up(share: float) -> str:
@@ -130,21 +130,21 @@ def cut(state: Mapping[str, Tensor], kept: Kept, built: PretrainedConfig) -> dic
     size = getattr(built, "head_dim", None) or built.hidden_size // built.num_attention_heads
     shared = built.num_attention_heads // built.num_key_value_heads
     place = {old: new for new, old in enumerate(kept.layers)}
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
         in_layer = _IN_LAYER.fullmatch(name)
         if in_layer is None:
-            found[name] = tensor
+            weights[name] = tensor
             continue
-        before, layer, module, kind = in_layer[1], int(in_layer[2]), in_layer[3], in_layer[4]
+        prefix, layer, module, kind = in_layer[1], int(in_layer[2]), in_layer[3], in_layer[4]
         if layer not in place:
             continue
         if (module in _ROWS) or (module in _COLUMNS and kind == "weight"):
             of_heads = size * (1 if module.endswith(("k_proj", "v_proj")) else shared)
             index = kept.channels[layer] if "mlp" in module else _spread(kept.groups[layer], of_heads)
             tensor = tensor.index_select(0 if module in _ROWS else 1, index.to(tensor.device))
-        found[f"{before}{place[layer]}.{module}.{kind}"] = tensor
-    return found
+        weights[f"{prefix}{place[layer]}.{module}.{kind}"] = tensor
+    return weights
 
 
 def _spread(groups: Tensor, size: int) -> Tensor:

@@ -86,12 +86,12 @@ def _check(config: RunConfig, prepared: Prepared, budget: int, host_bytes: int) 
         write_line(f"prune: {_said(folder)}: in {folder} already")
         return asked
     model = build.build(config.model, large, seed=0, partitioned=False, on_meta=True)
-    before = weights_of(model)
+    loaded = weights_of(model)
     with torch.device("meta"):
-        left: Any = type(model)(small)  # type: ignore[call-arg]
-    kept = sum(each.numel() for each in left.parameters()) * next(model.parameters()).element_size()
-    if before + kept > host_bytes:
-        what = f"{human(before)} of weights and {human(kept)} that stay do not fit into {human(host_bytes)} of memory"
+        narrow: Any = type(model)(small)  # type: ignore[call-arg]
+    kept = sum(param.numel() for param in narrow.parameters()) * next(model.parameters()).element_size()
+    if loaded + kept > host_bytes:
+        what = f"{human(loaded)} of weights and {human(kept)} that stay do not fit into {human(host_bytes)} of memory"
         raise config.error("prune.method", section.method, f"{what}; write model.dtype: bfloat16, or leave it out")
     free = disk_free_bytes(folder)
     if kept > free:
@@ -150,9 +150,9 @@ def _make(config: RunConfig, asked: Smaller, prepared: Prepared, device: torch.d
     model: Any = build.build(config.model, build.load_config(config.model), seed=0, partitioned=False)
     small, rows = build.config_of(config), prepared.train
     count = min(asked_of(config).calibration_rows, len(rows))  # type: ignore[arg-type]
-    given = [{k: rows[i][k] for k in ("input_ids", "position_ids") if k in rows[i]} for i in range(count)]  # type: ignore[index]
-    scores = scored(model, _place(config, asked, model)[0], given, device)
-    if bad := next((name for each in scores for name, score in each.items() if not score.isfinite().all()), None):
+    inputs = [{k: rows[i][k] for k in ("input_ids", "position_ids") if k in rows[i]} for i in range(count)]  # type: ignore[index]
+    scores = scored(model, _place(config, asked, model)[0], inputs, device)
+    if bad := next((name for part in scores for name, score in part.items() if not score.isfinite().all()), None):
         what = f"its activations in layer {bad} are not finite; take another model, or another model.dtype"
         raise config.error("model.name_or_path", config.model.name_or_path, what)
     model.to("cpu")
@@ -162,13 +162,13 @@ def _make(config: RunConfig, asked: Smaller, prepared: Prepared, device: torch.d
     narrow.load_state_dict(cut(model.state_dict(), chosen(scores, sizes_of(small)), model.config), assign=True)
     narrow.tie_weights()
     narrow.generation_config = model.generation_config
-    numbers = [sum(each.numel() for each in some.parameters()) for some in (model, narrow)]
-    said = f"{_change(model.config, small)}: {numbers[0]:,} -> {numbers[1]:,} parameters"
+    numbers = [sum(param.numel() for param in network.parameters()) for network in (model, narrow)]
+    summary = f"{_change(model.config, small)}: {numbers[0]:,} -> {numbers[1]:,} parameters"
     with replaced_folder(asked.folder) as draft:
         narrow.save_pretrained(draft)
         same_modes(draft)
-        seal(draft, KIND, {"key": asked.key, "said": said})
-    write_line(f"prune: {said}, by {count} rows; in {asked.folder}")
+        seal(draft, KIND, {"key": asked.key, "said": summary})
+    write_line(f"prune: {summary}, by {count} rows; in {asked.folder}")
 
 
 # --- what goes -------------------------------------------------------------------------------------------------------
@@ -178,13 +178,13 @@ Scores = tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]  # of ch
 
 def scored(model: Any, plan: Plan | None, rows: Sequence[Mapping[str, Any]], device: torch.device) -> Scores:
     """The scores of all parts over ``rows`` of token ids, and positions if they are packed."""
-    found: Scores = ({}, {}, {})
-    with placed(model, plan, device) as call, _watched(model, found):
+    scores: Scores = ({}, {}, {})
+    with placed(model, plan, device) as call, _watched(model, scores):
         for row in rows:
             call(
                 **{name: torch.as_tensor(value)[None] for name, value in row.items()}, logits_to_keep=torch.tensor([0])
             )
-    return found
+    return scores
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def _watched(model: Any, found: Scores) -> Iterator[None]:
 
     def heads(layer: int, module: nn.Linear, inputs: Any) -> None:
         pairs = zip(inputs[0].flatten(0, -2).chunk(groups, -1), module.weight.chunk(groups, 1), strict=True)
-        add(1, layer, torch.stack([(part @ columns.t()).float().square().sum() for part, columns in pairs]))
+        add(1, layer, torch.stack([(group @ columns.t()).float().square().sum() for group, columns in pairs]))
 
     def layers(layer: int, module: nn.Module, inputs: Any, keywords: Any, outputs: Any) -> None:
         before = (inputs[0] if inputs else keywords["hidden_states"]).float()
@@ -211,11 +211,11 @@ def _watched(model: Any, found: Scores) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for index, block in enumerate(find_blocks(model).values()):
-            made: Any = block
+            decoder: Any = block
             for hook in (
-                made.mlp.down_proj.register_forward_pre_hook(partial(channels, index)),
-                made.self_attn.o_proj.register_forward_pre_hook(partial(heads, index)),
-                made.register_forward_hook(partial(layers, index), with_kwargs=True),
+                decoder.mlp.down_proj.register_forward_pre_hook(partial(channels, index)),
+                decoder.self_attn.o_proj.register_forward_pre_hook(partial(heads, index)),
+                decoder.register_forward_hook(partial(layers, index), with_kwargs=True),
             ):
                 hooks.callback(hook.remove)
         yield
@@ -228,9 +228,9 @@ def chosen(scores: Scores, stay: Sizes) -> Kept:
     def best(values: Tensor, count: int) -> Tensor:
         return (~smallest(values[None], len(values) - count)[0]).nonzero().flatten()
 
-    kept = best(torch.stack([layers[index] for index in sorted(layers)]), stay.layers).tolist()
+    kept_layers = best(torch.stack([layers[index] for index in sorted(layers)]), stay.layers).tolist()
     return Kept(
-        kept,
-        {index: best(channels[index], stay.channels) for index in kept},
-        {index: best(groups[index], stay.groups) for index in kept},
+        kept_layers,
+        {index: best(channels[index], stay.channels) for index in kept_layers},
+        {index: best(groups[index], stay.groups) for index in kept_layers},
     )

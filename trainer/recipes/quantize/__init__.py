@@ -63,11 +63,11 @@ class Quantize(Recipe):
             yield "data.eval_fraction", what
 
     def refusals(self, config: RunConfig, world_size: int, *, installed: bool) -> Iterator[Refusal]:
-        asked = self.options(config)
-        if asked.qat is not None:
-            yield from whole_weights(config, world_size, "quantize.qat", asked.qat)
+        section = self.options(config)
+        if section.qat is not None:
+            yield from whole_weights(config, world_size, "quantize.qat", section.qat)
         for package, extra in (("bitsandbytes", "qlora"), ("torchao", "torchao")) if installed else ():
-            formats = [each for each in asked.formats if each.endswith("_group") == (package == "torchao")]
+            formats = [name for name in section.formats if name.endswith("_group") == (package == "torchao")]
             if formats and find_spec(package) is None:
                 yield Refusal("quantize.formats", formats, needs(package, extra))
 
@@ -109,8 +109,8 @@ class Quantize(Recipe):
         return any(section.get("qat") for section in (saved, now))
 
     def exports(self, config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
-        asked = self.options(config)
-        return dict.fromkeys(asked.formats, asked.model_dump(exclude={"formats"}))
+        section = self.options(config)
+        return dict.fromkeys(section.formats, section.model_dump(exclude={"formats"}))
 
     def writer(self, config: RunConfig, exact: Exact) -> Writer:
         from deepstow.trainer.recipes.quantize import few_bits
@@ -125,9 +125,9 @@ def _trained_for(q: Values, sections: Mapping[str, Values]) -> Found:
         yield "quantize.qat", "must be one of quantize.formats, which are exported; write it there, too"
     if q.llm_int8_skip_modules:
         yield "quantize.llm_int8_skip_modules", f"cannot go with quantize.qat, which leaves the head out; {KEEP_ONE}"
-    others: dict[str, Any] = {f"training.{key}": t[key] for key in (*COMPILE_KEYS, "use_liger_kernel", "fp16")}
-    others |= {name: sections[name] for name in ("prune", "distill")}
-    others |= {f"model.{key}": m[key] for key in ("lora", "quantization_config")}
-    for key, value in others.items():
+    values: dict[str, Any] = {f"training.{key}": t[key] for key in (*COMPILE_KEYS, "use_liger_kernel", "fp16")}
+    values |= {name: sections[name] for name in ("prune", "distill")}
+    values |= {f"model.{key}": m[key] for key in ("lora", "quantization_config")}
+    for key, value in values.items():
         if value:
             yield key, f"has not been compared with quantize.qat; {KEEP_ONE}"

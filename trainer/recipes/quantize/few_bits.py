@@ -81,15 +81,15 @@ class Report(Writer):
 
         def call(**batch: torch.Tensor) -> Any:
             with torch.no_grad():
-                return model(**{key: each.to(where) for key, each in batch.items()})
+                return model(**{key: tensor.to(where) for key, tensor in batch.items()})
 
-        own, model.config.use_cache = model.config.use_cache, False
+        use_cache, model.config.use_cache = model.config.use_cache, False
         after, logits = self._cost(call), scores(call(**probe)).float().cpu()
-        model.config.use_cache = own
+        model.config.use_cache = use_cache
         model.save_pretrained(draft)
-        again = export.reload(draft, task, trust_remote_code=self._config.model.trust_remote_code)
+        reloaded = export.reload(draft, task, trust_remote_code=self._config.model.trust_remote_code)
         tolerance = export.EIGHT_TOLERANCE if name == "int8" else export.HALF_TOLERANCE
-        export.compare(again, dict(model.state_dict()), probe, logits, tolerance, names=True)
+        export.compare(reloaded, dict(model.state_dict()), probe, logits, tolerance, names=True)
         is_for = self._asked.qat == name
         self._lines.append((f"{name}{', trained for' * is_for}", human(size_of(draft)), f"{after:.1f}"))
         _card(self._exact, name, is_for, (self._size, size_of(draft)), (self._before, after)).save(draft / "README.md")
@@ -177,11 +177,11 @@ def mean_loss(call: Callable[..., Any], batches: Iterable[dict[str, torch.Tensor
     """The mean over all tokens that are trained on, of the next one's cross-entropy."""
     total, count = 0.0, 0
     for batch in batches:
-        wanted = batch.pop("labels")[:, 1:]
+        targets = batch.pop("labels")[:, 1:]
         logits = call(**batch).logits[:, :-1]
-        trained = wanted != MASKED
+        trained = targets != MASKED
         of_trained = logits[trained.to(logits.device)].float()
-        total += float(cross_entropy(of_trained, wanted[trained].to(logits.device), reduction="sum"))
+        total += float(cross_entropy(of_trained, targets[trained].to(logits.device), reduction="sum"))
         count += int(trained.sum())
     return total / count if count else math.nan
 
@@ -194,5 +194,5 @@ def _card(exact: Path, name: str, is_for: bool, sizes: tuple[int, int], costs: t
     )
     rows = [("exact", human(sizes[0]), f"{costs[0]:.2f}"), (name, human(sizes[1]), f"{costs[1]:.2f}")]
     lines = [f"| {' | '.join(row)} |" for row in (("", "weights", "perplexity on held-out rows"), ("---",) * 3, *rows)]
-    said = f"# In {BITS[name]} bits\n\nLinear layers of the model below have {how}.\n\n" + "\n".join(lines)
-    return export.after(exact, said)
+    text = f"# In {BITS[name]} bits\n\nLinear layers of the model below have {how}.\n\n" + "\n".join(lines)
+    return export.after(exact, text)

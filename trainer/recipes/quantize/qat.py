@@ -31,24 +31,24 @@ def layers_of(model: Any, config: RunConfig, asked: QuantizeSection) -> dict[str
     """The layers that Transformers quantises by group. ConfigError: there are none, groups do not divide one, or one
     that is to be trained so computes otherwise than a linear layer, by which torchao replaces it.
     """
-    left = HfQuantizer.get_modules_to_not_convert(model, asked.llm_int8_skip_modules, model._keep_in_fp32_modules)
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    layers = {name: each for name, each in linears.items() if should_convert_module(f"{name}.weight", left)}
+    skipped = HfQuantizer.get_modules_to_not_convert(model, asked.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in linears.items() if should_convert_module(f"{name}.weight", skipped)}
     if not layers:
         what = f"torchao quantises torch's linear layers, and a {model.config.model_type} model has none; write int8"
         raise config.error("quantize.formats", asked.formats, what)
-    for name, each in layers.items():
-        if each.in_features % asked.group_size:
-            fits = math.gcd(each.in_features, asked.group_size)
+    for key, layer in layers.items():
+        if layer.in_features % asked.group_size:
+            fits = math.gcd(layer.in_features, asked.group_size)
             if fits == 1:  # torchao takes none so small
                 fits = next(
-                    (few for few in range(2, each.in_features) if each.in_features % few == 0), each.in_features
+                    (size for size in range(2, layer.in_features) if layer.in_features % size == 0), layer.in_features
                 )
-            what = f"does not divide the {each.in_features} inputs of {name}; {fits} does"
+            what = f"does not divide the {layer.in_features} inputs of {key}; {fits} does"
             raise config.error("quantize.group_size", asked.group_size, what)
-        if asked.qat is not None and type(each).forward is not nn.Linear.forward:
+        if asked.qat is not None and type(layer).forward is not nn.Linear.forward:
             what = (
-                f"torchao trains torch's linear layers, and {name} is a {type(each).__name__}, which computes otherwise"
+                f"torchao trains torch's linear layers, and {key} is a {type(layer).__name__}, which computes otherwise"
             )
             raise config.error("quantize.qat", asked.qat, what)
     return layers
@@ -60,8 +60,8 @@ def counted(model: Any, config: RunConfig, asked: QuantizeSection) -> Any:
     """
     if asked.qat is not None:
         layers: Mapping[str, Any] = layers_of(model, config, asked)
-        for each in layers.values():
-            each.forward = partial(_rounded, each, asked.group_size)
+        for layer in layers.values():
+            layer.forward = partial(_rounded, layer, asked.group_size)
     return model
 
 
