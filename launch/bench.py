@@ -37,21 +37,21 @@ RECORDS = IN_CHECKOUT if IN_CHECKOUT.is_dir() else Path("records")  # installed:
 
 def parser() -> cli.Parser:
     """One subcommand per theme. ``benchmarks/harness/work.py`` parses the values and raises ConfigError itself."""
-    whole = cli.explained(cli.Parser(), "bench", __doc__)
-    themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
+    root = cli.explained(cli.Parser(), "bench", __doc__)
+    themes = root.add_subparsers(dest="theme", metavar="THEME", required=True)
     for name, (contenders, text) in THEMES.items():
-        one = themes.add_parser(name, help=text, allow_abbrev=False)
-        names = ", ".join(each.label for each in contenders)
-        _add_choice(one, "--model", work.MODELS, "45m")
-        _add(one, "--tokens", work.whole, None, "N", "per optimizer step; determines the rows")
-        _add(one, "--rows", work.whole, None, "N", "of a micro-batch")
-        _add(one, "--length", work.whole, None, "N", "tokens of a row")
-        _add(one, "--accumulation", work.whole, "1", "N", "micro-batches per step")
-        _add_choice(one, "--dtype", work.DTYPES, "fp32")
-        _add(one, "--steps", work.whole, "5", "N", "measured optimizer steps")
-        _add(one, "--rounds", work.whole, "3", "N", "runs of each contender")
-        one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
-        one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
+        command = themes.add_parser(name, help=text, allow_abbrev=False)
+        names = ", ".join(contender.label for contender in contenders)
+        _add_choice(command, "--model", work.MODELS, "45m")
+        _add(command, "--tokens", work.whole, None, "N", "per optimizer step; determines the rows")
+        _add(command, "--rows", work.whole, None, "N", "of a micro-batch")
+        _add(command, "--length", work.whole, None, "N", "tokens of a row")
+        _add(command, "--accumulation", work.whole, "1", "N", "micro-batches per step")
+        _add_choice(command, "--dtype", work.DTYPES, "fp32")
+        _add(command, "--steps", work.whole, "5", "N", "measured optimizer steps")
+        _add(command, "--rounds", work.whole, "3", "N", "runs of each contender")
+        command.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
+        command.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
     offload, again = themes.choices["offload"], themes.choices["recompute"]
     _add(themes.choices["compute"], "--documents", work.whole, "1", "N", "that every row is packed of")
     offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
@@ -61,7 +61,7 @@ def parser() -> cli.Parser:
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     _add_choice(again, "--attention", work.ATTENTIONS, "sdpa")
     _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")
-    return whole
+    return root
 
 
 def _add(
@@ -77,11 +77,11 @@ def _add_choice(one: argparse.ArgumentParser, option: str, allowed: Iterable[str
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raise ConfigError, with the closest option, for one that does not exist."""
-    arguments, rest = parser().parse_known_args(argv)
-    if rest:
+    arguments, unknown = parser().parse_known_args(argv)
+    if unknown:
         options = [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "theme"]
-        hint = nearest(rest[0].split("=")[0], options, cutoff=0.5)
-        raise ConfigError(f"{rest[0]}: no such option; there are {', '.join(options)}{hint}")
+        hint = nearest(unknown[0].split("=")[0], options, cutoff=0.5)
+        raise ConfigError(f"{unknown[0]}: no such option; there are {', '.join(options)}{hint}")
     return arguments
 
 
@@ -92,16 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(argv: Sequence[str]) -> int:
     """Measure what is asked for. Returns the exit code."""
-    given = parse(argv)
-    ranks = getattr(given, "ranks", 1)
+    arguments = parse(argv)
+    ranks = getattr(arguments, "ranks", 1)
     settle_environment(Ranks(0, 0, ranks, ranks), cores()[1])  # torch's threads, here and in contenders' processes
     command = shlex.join(["deepstow", "bench", *argv])
-    return record.answer(given.theme, *wanted(given), given.rounds, given.out, command, say)
+    return record.answer(arguments.theme, *wanted(arguments), arguments.rounds, arguments.out, command, say)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:
     """The work and the contenders that the options ask for. Raise ConfigError if they contradict each other."""
-    names = {each.name for each in fields(work.Work)} | {"tokens"}
+    names = {field.name for field in fields(work.Work)} | {"tokens"}
     options = {name: value for name, value in vars(given).items() if name in names and value is not None}
     budgets = listed(getattr(given, "gpu_memory", ""))
     todo = work.work(**options)

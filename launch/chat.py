@@ -54,8 +54,8 @@ def _degree(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    given = parse(argv)
-    return cli.answered(lambda: chat(given))
+    arguments = parse(argv)
+    return cli.answered(lambda: chat(arguments))
 
 
 def chat(given: argparse.Namespace) -> int:
@@ -85,14 +85,14 @@ def converse(session: Talk) -> None:
         raise ConfigError("there is no input to read; say it with --prompt")
     while True:
         try:
-            said = input("> " if sys.stdin.isatty() else "").strip()
+            prompt = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             return
-        if said == AGAIN:
+        if prompt == AGAIN:
             session.messages = []
-        elif said:
+        elif prompt:
             try:
-                session.answer(said)
+                session.answer(prompt)
             except KeyboardInterrupt:
                 write_line("")
             except UserError as error:

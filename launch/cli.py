@@ -82,10 +82,10 @@ def explained(parser: P, name: str, doc: str | None) -> P:
     """``parser`` with what each command says of itself: purpose, two examples, exit codes, where the docs are."""
     codes = MEANINGS if name == "train" else OF_OTHERS
     examples = [f"  deepstow {name} {example}".rstrip() for example in EXAMPLES[name]]
-    said = "exit codes: " + ", ".join(f"{int(code)} {MEANINGS[code]}" for code in codes)
+    exit_codes = "exit codes: " + ", ".join(f"{int(code)} {MEANINGS[code]}" for code in codes)
     parser.prog, parser.description = f"deepstow {name}", (doc or "").splitlines()[0]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(("examples:", *examples, said, DOCS))
+    parser.epilog = "\n".join(("examples:", *examples, exit_codes, DOCS))
     return parser
 
 
@@ -99,25 +99,25 @@ def moved(name: str, words: Sequence[str], options: Mapping[str, tuple[str, bool
         option = word.partition("=")[0]
         if option in options:
             command, stays = options[option]
-            rest = shlex.join(each for each in words if stays or each != word)
-            return f"deepstow {name} {option} is a command of its own: deepstow {command} {rest}".rstrip()
+            remaining = shlex.join(argument for argument in words if stays or argument != word)
+            return f"deepstow {name} {option} is a command of its own: deepstow {command} {remaining}".rstrip()
     return ""
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """What the command line says; ends the process if there is an unknown option, and says how keys are written."""
-    given, unknown = parser.parse_known_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        close = nearest(unknown[0].partition("=")[0], (f"--{name.replace('_', '-')}" for name in vars(given)), 0.7)
+        close = nearest(unknown[0].partition("=")[0], (f"--{name.replace('_', '-')}" for name in vars(arguments)), 0.7)
         how = close or "; a key of the config is written without dashes, as in training.learning_rate=1e-4"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{how}")
-    return given
+    return arguments
 
 
 def needs_config(words: Sequence[str]) -> str:
     """The answer to a command line without a config, whose other ``words`` may name it."""
-    named = (word for word in words if word.endswith((".yaml", ".yml")))
-    return f"--config FILE is required; try --config {next(named, 'quickstart')}"
+    files = (word for word in words if word.endswith((".yaml", ".yml")))
+    return f"--config FILE is required; try --config {next(files, 'quickstart')}"
 
 
 def answered(work: Callable[[], int | None]) -> int:
@@ -182,14 +182,14 @@ def whole() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names. Returns its exit code."""
-    first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    first, *words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     parser = whole()
     if not first.startswith("-") and first not in COMMANDS:
         parser.error(f"{first}: no such command; there are {', '.join(COMMANDS)}{nearest(first, COMMANDS)}")
     command = parser.parse_args([first]).command
     if command in ("plan", "fit", "search", "cost"):
         seldom_collect()
-    code: int = import_module(f"deepstow.launch.{FILES.get(command, command)}").main(rest)
+    code: int = import_module(f"deepstow.launch.{FILES.get(command, command)}").main(words)
     return code
 
 

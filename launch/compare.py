@@ -34,8 +34,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; returns the exit code."""
-    given = parse(argv)
-    return cli.answered(lambda: _compare(given.runs, given.plot))
+    arguments = parse(argv)
+    return cli.answered(lambda: _compare(arguments.runs, arguments.plot))
 
 
 def _compare(folders: Sequence[Path], plot: Path | None) -> None:
@@ -57,8 +57,8 @@ def _changed(first: Any, second: Any) -> Iterator[tuple[str, str, str]]:
     """A row for each key that is not the same in both configs."""
     before, after = ({".".join(key): value for key, value in leaves((), tree)} for tree in (first, second))
     for key in dict.fromkeys([*before, *after]):
-        same = before.get(key) == after.get(key)
-        if not same and key not in ("training.output_dir", "training.resume_from_checkpoint"):
+        equal = before.get(key) == after.get(key)
+        if not equal and key not in ("training.output_dir", "training.resume_from_checkpoint"):
             yield key, _shown(before.get(key)), _shown(after.get(key))
 
 

@@ -24,16 +24,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--price-per-gpu-hour", metavar="X", help="in any currency")
     add("--power-watts", metavar="X", help="of a GPU and its share of the rest")
     add("--mfu", metavar="X", help="the share of the peak beside the simulated step (0.4)")
-    given = cli.parsed(parser, argv)
-    if wrong := plan.wrong_ranks(given) if given.config else cli.needs_config(given.overrides):
+    arguments = cli.parsed(parser, argv)
+    if wrong := plan.wrong_ranks(arguments) if arguments.config else cli.needs_config(arguments.overrides):
         parser.error(wrong)
-    return given
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    given = parse(argv)
-    return cli.answered(lambda: show(given))
+    arguments = parse(argv)
+    return cli.answered(lambda: show(arguments))
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -42,7 +42,7 @@ def show(arguments: argparse.Namespace) -> None:
 
     words = ("tokens", "price_per_gpu_hour", "power_watts", "mfu")
     try:
-        asked = run_budget.read({name: getattr(arguments, name) for name in words})
+        request = run_budget.read({name: getattr(arguments, name) for name in words})
     except ValueError as error:
         raise ConfigError(str(error)) from None
     config = plan.config_of(arguments)
@@ -53,9 +53,9 @@ def show(arguments: argparse.Namespace) -> None:
 
     with explained(config, ranks, machine):
         plans = plans_of(config, ranks, machine)
-        for each in plans:
-            refuse_impossible(each)
-    write_line("\n".join(budget(config, ranks, machine, arguments.network, plans, asked)))
+        for stage_plan in plans:
+            refuse_impossible(stage_plan)
+    write_line("\n".join(budget(config, ranks, machine, arguments.network, plans, request)))
 
 
 if __name__ == "__main__":

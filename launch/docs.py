@@ -33,8 +33,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    given = parse(argv)
-    return cli.answered(lambda: show(given.name))
+    arguments = parse(argv)
+    return cli.answered(lambda: show(arguments.name))
 
 
 def show(name: str | None) -> None:
@@ -57,9 +57,9 @@ def listed(pages: dict[str, Path]) -> Iterator[str]:
     """Each page by part of the site, with its first heading."""
     settings = yaml.safe_load(NAMES_OF_PYTHON.sub("", SITE.read_text(encoding="utf-8")))
     parts = dict(parts_of(settings["nav"]))
-    named = {name for names in parts.values() for name in names}
-    if rest := [name for name in pages if name not in named]:
-        parts[OTHERS] = rest
+    placed = {name for names in parts.values() for name in names}
+    if unplaced := [name for name in pages if name not in placed]:
+        parts[OTHERS] = unplaced
     width = max(map(len, pages))
     for part, names in parts.items():
         yield f"{part}:"
@@ -81,8 +81,8 @@ def _names(inside: Any) -> Iterator[str]:
     if isinstance(inside, str):
         yield Path(inside).stem
     else:
-        for each in inside.values() if isinstance(inside, dict) else inside:
-            yield from _names(each)
+        for entry in inside.values() if isinstance(inside, dict) else inside:
+            yield from _names(entry)
 
 
 def plain(text: str) -> str:

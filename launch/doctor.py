@@ -112,8 +112,8 @@ def toolchain_rows() -> Iterator[Row]:
     """Whether there are a C++ compiler and ninja, with which torch builds DeepSpeed's extensions."""
     value, path = "c++ not found", compiler()
     if path:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
-        value = f"{(done.stdout.splitlines() or [''])[0]}  {path}"
+        process = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
+        value = f"{(process.stdout.splitlines() or [''])[0]}  {path}"
     yield checked("compiler", value, cure="apt-get install g++", fail=path is None)
     ninja = shutil.which("ninja")
     yield checked("ninja", ninja or "missing", cure=install("ninja"), fail=ninja is None)
@@ -140,15 +140,15 @@ def device_rows(build: str, driver_text: str, names: list[str], memory: list[Mem
     for_cuda = build.startswith("CUDA")
     wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for {build}, not for CUDA"
     yield checked("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
-    other = "not NVIDIA's" if names else "none, training runs on the CPU"
-    yield Row(Status.OK, "driver", f"NVIDIA {driver}" if driver else other)
+    without = "not NVIDIA's" if names else "none, training runs on the CPU"
+    yield Row(Status.OK, "driver", f"NVIDIA {driver}" if driver else without)
     if for_cuda and driver and not names:
         cure = f"nvidia-smi; echo CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES   # the driver must support {build}"
         yield Row(Status.FAIL, "device", "torch sees no device although there is a driver", cure)
-    for index, (name, each) in enumerate(zip(names, memory, strict=True)):
-        value = f"{name}  {human(each.available_bytes)} free of {human(each.total_bytes)}"
+    for index, (name, device) in enumerate(zip(names, memory, strict=True)):
+        value = f"{name}  {human(device.available_bytes)} free of {human(device.total_bytes)}"
         cure = f"{'nvidia-smi' if for_cuda else 'ps aux'}   # another process holds this device"
-        yield checked(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
+        yield checked(f"device {index}", value, cure=cure, warn=device.available_bytes < device.total_bytes // 2)
 
 
 def find_devices() -> Iterator[Row]:
@@ -205,8 +205,8 @@ def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
         return Row(Status.WARN, op.name, value, f"rm {lock}   # only when no build is running; loading waits for it")
     if not library.exists():
         return Row(Status.WARN, op.name, f"not built yet ({op.takes} at first use); for {op.use}", build)
-    same = recipe.exists() and str(torch_folder / "include") in recipe.read_text()
-    if not same or library.stat().st_mtime < (torch_folder / "version.py").stat().st_mtime:
+    same_torch = recipe.exists() and str(torch_folder / "include") in recipe.read_text()
+    if not same_torch or library.stat().st_mtime < (torch_folder / "version.py").stat().st_mtime:
         return Row(Status.WARN, op.name, f"built for another torch: rebuilt at first use ({op.takes})", build)
     return Row(Status.OK, op.name, f"built, in {folder}")
 
@@ -217,11 +217,11 @@ def build_op(op: Op, folder: Path) -> Row | None:
     began_s = time.perf_counter()
     code = f"from deepspeed.ops.op_builder import {op.builder} as Builder; Builder().load(verbose=True)"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode == 0:
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if process.returncode == 0:
         write_line(f"     built {op.name} in {human_duration(time.perf_counter() - began_s)}")
         return None
-    reason = next((line for line in done.stdout.splitlines() if "error" in line.lower()), "no message")
+    reason = next((line for line in process.stdout.splitlines() if "error" in line.lower()), "no message")
     return Row(Status.FAIL, op.name, f"build failed: {reason.strip()[:200]}", f'{sys.executable} -c "{code}"')
 
 

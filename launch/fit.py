@@ -30,35 +30,35 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="with --write: this row of the table (default: the first within 10 %% of the fastest that fits)",
     )
     add("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    given = cli.parsed(parser, argv)
-    if given.model and given.config:
+    arguments = cli.parsed(parser, argv)
+    if arguments.model and arguments.config:
         parser.error("--model is instead of --config; leave one of the two out")
-    if given.row is not None and given.write is None:
+    if arguments.row is not None and arguments.write is None:
         parser.error("--row is for --write FILE")
-    given.world_size, *given.more = given.ranks
-    given.ranks_per_machine = None
-    return given
+    arguments.world_size, *arguments.more = arguments.ranks
+    arguments.ranks_per_machine = None
+    return arguments
 
 
 def _counts(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(map(int, text.split(",")))
+        counts = tuple(map(int, text.split(",")))
     except ValueError:
-        found = ()
-    if not found or not all(1 <= each <= plan.MOST_RANKS for each in found):
+        counts = ()
+    if not counts or not all(1 <= count <= plan.MOST_RANKS for count in counts):
         raise argparse.ArgumentTypeError(f"{text!r}: must be one or more numbers from 1, as in 2 or 1,2,4,8")
-    return found
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code: 0 whatever the answer is, but if nothing is there to write."""
-    given = parse(argv)
+    arguments = parse(argv)
 
     def answer() -> None:
-        cli.refuse_paths(write=given.write)
-        if given.write is not None and given.write.exists():
-            raise ConfigError(f"--write {given.write}: is there already; name another file")
-        show(given)
+        cli.refuse_paths(write=arguments.write)
+        if arguments.write is not None and arguments.write.exists():
+            raise ConfigError(f"--write {arguments.write}: is there already; name another file")
+        show(arguments)
 
     return cli.answered(answer)
 
@@ -73,10 +73,10 @@ def show(arguments: argparse.Namespace) -> None:
     if config is None:
         config = fit.config_of(arguments.model, arguments.overrides, accelerated=machine.device_kind != "cpu")
         written = fit.unwritten(config)
-    asked = fit.Fit(config, ranks, machine, written=written, more=tuple(arguments.more), say=plan.say)
+    fits = fit.Fit(config, ranks, machine, written=written, more=tuple(arguments.more), say=plan.say)
     with config.placing():
-        rows = asked.rows(as_given=bool(arguments.config))
-        write_line("\n".join([*asked.heading(), "", *fit.lines(rows)]))
+        rows = fits.rows(as_given=bool(arguments.config))
+        write_line("\n".join([*fits.heading(), "", *fit.lines(rows)]))
         if arguments.write is not None:
             row = fit.chosen(rows, config, arguments.row)
             text = fit.text(config, row, machine, arguments.write)

@@ -39,8 +39,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    given = parse(words)
-    return cli.answered(lambda: begin(given, shlex.join(["deepstow", "init", *words])))
+    arguments = parse(words)
+    return cli.answered(lambda: begin(arguments, shlex.join(["deepstow", "init", *words])))
 
 
 def begin(given: argparse.Namespace, command: str) -> int:
@@ -55,8 +55,8 @@ def begin(given: argparse.Namespace, command: str) -> int:
     machine = probe() if given.card is None else profile(given.card)
     if not given.model.strip():
         raise ConfigError("--model '': name a folder, or a model on the Hugging Face hub")
-    asked = first_config.Asked(given.task, given.model, given.data or ROWS, given.out, machine)
-    first = first_config.first_config(asked, command, lambda line: write_line(line, sys.stderr))
+    request = first_config.Asked(given.task, given.model, given.data or ROWS, given.out, machine)
+    first = first_config.first_config(request, command, lambda line: write_line(line, sys.stderr))
     with cli.file_of("--out", given.out):
         replace_file(given.out, first.text)
     write_line(f"{given.out}: {first.said}")

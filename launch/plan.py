@@ -48,10 +48,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--measure", action="store_true", help="first time a few blocks on this machine")
     add("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     add("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
-    given = cli.parsed(parser, argv)
-    if wrong := _wrong(given) or wrong_ranks(given):
+    arguments = cli.parsed(parser, argv)
+    if wrong := _wrong(arguments) or wrong_ranks(arguments):
         parser.error(wrong)
-    return given
+    return arguments
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -98,12 +98,12 @@ def wrong_ranks(given: argparse.Namespace) -> str:
 
 def _gigabits(text: str) -> float:
     try:
-        found = float(text)
+        rate = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        rate = 0.0
+    if not 0 < rate < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number more than 0")
-    return found
+    return rate
 
 
 def _size(text: str) -> int:
@@ -119,14 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if line := cli.moved("plan", words, MOVED):
         write_line(line, sys.stderr)
         return ExitCode.CONFIG
-    given = parse(words)
-    if given.schema or given.check:
-        return cli.answered(lambda: show_file(given.check))
+    arguments = parse(words)
+    if arguments.schema or arguments.check:
+        return cli.answered(lambda: show_file(arguments.check))
 
     def answer() -> None:
-        cli.refuse_paths(json=given.json, trace=given.trace)
-        cli.refuse_picture(given.plot)
-        show(given)
+        cli.refuse_paths(json=arguments.json, trace=arguments.trace)
+        cli.refuse_picture(arguments.plot)
+        show(arguments)
 
     return cli.answered(answer)
 
@@ -149,7 +149,7 @@ def show(arguments: argparse.Namespace) -> None:
         plans = plans_of(config, ranks, machine)
     plan = plans[0]
     cost = plan_cost(plan)
-    before = [line for each in config.switched_on for line in each.plan_lines(config, plan, machine)]
+    before = [line for recipe in config.switched_on for line in recipe.plan_lines(config, plan, machine)]
     if evaluation.asked(config):
         line = evaluation.rows(config, plan).line
         before += [line] if line else []
@@ -157,15 +157,15 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.full:
         write_line(full_report.text(plan, cost, edits, plans, before))
     else:
-        found = short(
+        summary = short(
             config, plans, edits, before, more="deepstow plan --full, --explain model.layers.0, --plot FILE.png"
         )
-        write_line("\n".join(found.lines))
-        lacks = found.lacks
+        write_line("\n".join(summary.lines))
+        lacks = summary.lacks
     for line in beyond(config, plan.facts.run.positions):
         say(line)
     if arguments.explain:
-        of_units = {unit.name: each for each in plans for unit in each.facts.units}
+        of_units = {unit.name: stage_plan for stage_plan in plans for unit in stage_plan.facts.units}
         if arguments.explain not in of_units:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(of_units)}")
         write_line("\n".join(["", *plan_table.explained(of_units[arguments.explain], arguments.explain)]))
@@ -178,8 +178,8 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.trace:
         trace(cost, arguments.trace)
     with explained(config, ranks, machine):
-        for each in plans:
-            refuse_impossible(each)
+        for stage_plan in plans:
+            refuse_impossible(stage_plan)
     if lacks:
         say(warning(lacks))
 
@@ -199,9 +199,9 @@ def show_file(path: Path | None) -> None:
         print(json.dumps(plan_json.PlanFile.model_json_schema(), indent=2))
         return
     with cli.file_of("--check", path):
-        found = plan_json.problems(foreign.text_of(path))
-    if found:
-        raise ConfigError(f"{path}: {line}" for line in found)
+        problems = plan_json.problems(foreign.text_of(path))
+    if problems:
+        raise ConfigError(f"{path}: {line}" for line in problems)
     write_line(f"{path}: can be carried out")
 
 
@@ -237,8 +237,8 @@ def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> No
     from deepstow.strategies.core.protocol import HasBudget
     from deepstow.trainer.planning import picture
 
-    placing = (each for each in config.strategies.values() if isinstance(each, HasBudget))
-    budget = next((each.budget(plan.facts) for each in placing), None)
+    placing = (strategy for strategy in config.strategies.values() if isinstance(strategy, HasBudget))
+    budget = next((strategy.budget(plan.facts) for strategy in placing), None)
     name = config.model.name_or_path or str((config.model.config or {})["model_type"])
     try:
         picture.save(picture.draw(plan, cost, model=name, budget=budget), path)

@@ -21,10 +21,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lossy", action="store_true", help="compressed exchanges between machines, too")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the answer as JSON too")
     plan.add_network(parser)
-    given = cli.parsed(parser, argv)
-    if wrong := plan.wrong_ranks(given) if given.config else cli.needs_config(given.overrides):
+    arguments = cli.parsed(parser, argv)
+    if wrong := plan.wrong_ranks(arguments) if arguments.config else cli.needs_config(arguments.overrides):
         parser.error(wrong)
-    return given
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if line := cli.moved("search", words, plan.OF_COST):
         write_line(line, sys.stderr)
         return ExitCode.CONFIG
-    given = parse(words)
+    arguments = parse(words)
 
     def answer() -> None:
-        cli.refuse_paths(json=given.json)
-        show(given)
+        cli.refuse_paths(json=arguments.json)
+        show(arguments)
 
     return cli.answered(answer)
 

@@ -26,25 +26,25 @@ def load(name: str, overrides: Sequence[str] = (), say: Callable[[str], None] = 
     """
     if "/" in name or Path(name).is_file():
         return reader.load(name, overrides)
-    if (mine := Path(f"{name}.yaml")).is_file():
-        say(f"config: {mine}")
-        return reader.load(mine, overrides)
-    ours = FOLDER / f"{name.removesuffix('.yaml')}.yaml"
-    if not ours.exists() and name.endswith(".yaml"):
+    if (local := Path(f"{name}.yaml")).is_file():
+        say(f"config: {local}")
+        return reader.load(local, overrides)
+    packaged = FOLDER / f"{name.removesuffix('.yaml')}.yaml"
+    if not packaged.exists() and name.endswith(".yaml"):
         return reader.load(name, overrides)  # which says what is here
-    if not ours.exists():
-        there = [path.stem for path in sorted(FOLDER.glob("*.yaml"))]
-        what = f"no such file here, and no config of deepstow: {', '.join(there)}{nearest(name, there)}"
+    if not packaged.exists():
+        names = [path.stem for path in sorted(FOLDER.glob("*.yaml"))]
+        what = f"no such file here, and no config of deepstow: {', '.join(names)}{nearest(name, names)}"
         raise ConfigError(f"--config {name}: {what}")
-    say(f"config: {ours.name} of deepstow, {ours}")
-    return reader.load(ours, [*_folders(ours), *overrides])
+    say(f"config: {packaged.name} of deepstow, {packaged}")
+    return reader.load(packaged, [*_folders(packaged), *overrides])
 
 
 def _folders(ours: Path) -> list[str]:
     """Overrides for what a config of the package names beside it."""
-    found = leaves((), read(ours).tree)
+    entries = leaves((), read(ours).tree)
     return [
         f"{dotted(key)}={FOLDER.parent / value}"
-        for key, value in found
+        for key, value in entries
         if isinstance(value, str) and value.startswith(f"{FOLDER.name}/")
     ]

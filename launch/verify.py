@@ -41,10 +41,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    given = parse(argv)
-    if given.checkpoint is not None:
-        return of_checkpoint(given.checkpoint)
-    return cli.answered(lambda: report(load(given.config, given.overrides), given.ranks, given.steps))
+    arguments = parse(argv)
+    if arguments.checkpoint is not None:
+        return of_checkpoint(arguments.checkpoint)
+    return cli.answered(lambda: report(load(arguments.config, arguments.overrides), arguments.ranks, arguments.steps))
 
 
 def of_checkpoint(folder: Path) -> int:
@@ -109,8 +109,8 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
             "auto, or leave strategies.offload out"
         )
         return ExitCode.FAILED
-    wanted = features(real.layout) if moves(real.layout) else frozenset[str]()
-    plan = ", ".join(sorted(wanted)) or "all stays on the device, nothing would move; the copy is made to move"
+    to_show = features(real.layout) if moves(real.layout) else frozenset[str]()
+    plan = ", ".join(sorted(to_show)) or "all stays on the device, nothing would move; the copy is made to move"
     write_line(f"the plan of this config: {len(real.layout.buckets)} buckets; {plan}")
     names = ", ".join(config.strategies)
     write_line(f"training a shrunk copy, {steps} steps on {num_ranks} ranks, with strategies {names}")
@@ -126,10 +126,10 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
             f"nothing crossed the link in a run in which something should have, {NOTHING}: please report the config"
         )
         return ExitCode.FAILED
-    if missing := wanted.difference(*(check.moved.shows for check in checks)):
+    if missing := to_show.difference(*(check.moved.shows for check in checks)):
         write_line(f"NOT shown, since it does not occur in the copy: {', '.join(sorted(missing))}")
         return ExitCode.FAILED
-    return conclude([found for check in checks for found in check.differences], tolerance, reasons)
+    return conclude([difference for check in checks for difference in check.differences], tolerance, reasons)
 
 
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
@@ -150,9 +150,9 @@ def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
 
 def conclude(differences: Sequence[Difference], tolerance: float, reasons: str) -> int:
     """Print the tensors that differ and the conclusion; returns the exit code."""
-    for found in differences:
+    for tensor in differences:
         write_line(
-            f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}"
+            f"{tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,} differ, at most {tensor.relative:.1e}"
         )
     worst = _worst(differences)
     if tolerance == LOSSY:
@@ -168,7 +168,7 @@ def conclude(differences: Sequence[Difference], tolerance: float, reasons: str) 
 
 
 def _worst(differences: Sequence[Difference]) -> float:
-    return max((found.relative for found in differences), default=0.0)
+    return max((difference.relative for difference in differences), default=0.0)
 
 
 def line(check: Check) -> str:

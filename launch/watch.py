@@ -37,8 +37,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the run until it ends; returns the exit code."""
-    given, console = parse(argv), Console()
-    return cli.answered(lambda: _watch(given.run, console, once=given.once or not console.is_terminal))
+    arguments, console = parse(argv), Console()
+    return cli.answered(lambda: _watch(arguments.run, console, once=arguments.once or not console.is_terminal))
 
 
 def _watch(folder: Path, console: Console, *, once: bool) -> None:
@@ -83,12 +83,12 @@ def _heading(run: history.History) -> str:
 
 def _state(run: history.History) -> str:
     """How the run has ended, or how long it still takes."""
-    code, left = _code_of(run.folder), run.last("eta_s")
+    code, eta = _code_of(run.folder), run.last("eta_s")
     if code is not None:
         return f"  {MEANINGS.get(code, f'ended with {code}')}"
     if run.last("train_loss") is not None:
         return "  training is over"  # and the export is not there yet
-    return f"  {human_duration(left)} left" if left else ""
+    return f"  {human_duration(eta)} left" if eta else ""
 
 
 def _rows(run: history.History, points: int) -> Iterator[tuple[str, str, str]]:

@@ -308,11 +308,11 @@ class TrainingSection(Section):
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s, and those
         of compiling, by which Hugging Face's Trainer compiles the whole model.
         """
-        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS, *REPEATS, *COMPILE_KEYS})
+        arguments = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS, *REPEATS, *COMPILE_KEYS})
         if self.early_stopping_patience is not None:
-            given["metric_for_best_model"] = self.metric_for_best_model or "loss"
+            arguments["metric_for_best_model"] = self.metric_for_best_model or "loss"
         if self.greater_is_better is None and str(self.metric_for_best_model).endswith(LESS):
-            given["greater_is_better"] = (
+            arguments["greater_is_better"] = (
                 False  # Hugging Face takes whatever does not end in loss to be better if greater
             )
-        return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}
+        return {RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}

@@ -45,28 +45,28 @@ BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
     """Everything wrong with a merged tree. If a file could not be read ``whole``, missing keys are not reported."""
     unknown = [name for name in tree if name not in RunConfig.model_fields]
-    found = [fault for name in unknown for fault in _unknown((name,), tree[name], TOP)]
+    faults = [fault for name in unknown for fault in _unknown((name,), tree[name], TOP)]
     # A misspelt section is one mistake: do not also report that the keys of the right name are missing.
-    missing = [name for name in SECTIONS if name not in tree]
-    absent = {near for name in unknown for near in difflib.get_close_matches(name, missing, n=1)}
-    if unknown and len(absent) < len(missing) == len(SECTIONS):
+    required = [name for name in SECTIONS if name not in tree]
+    absent = {near for name in unknown for near in difflib.get_close_matches(name, required, n=1)}
+    if unknown and len(absent) < len(required) == len(SECTIONS):
         what = f"none of the sections {', '.join(SECTIONS)} is here; is the file another framework's?"
-        found.insert(0, Fault((), MISSING, f"{what} deepstow import makes a config from it"))
+        faults.insert(0, Fault((), MISSING, f"{what} deepstow import makes a config from it"))
         absent = {*SECTIONS}
     for name, model in SECTIONS.items():
         if name not in absent:
-            found += section_faults(model, tree.get(name, {}), (name,))
+            faults += section_faults(model, tree.get(name, {}), (name,))
     for name, model in OPTIONAL.items():
         if tree.get(name) is not None:
-            found += section_faults(model, tree[name], (name,))
+            faults += section_faults(model, tree[name], (name,))
     if "task" in tree and (words := _refusal(RunConfig, RunConfig.model_fields["task"], tree["task"])):
-        found.append(Fault(("task",), tree["task"], words))
+        faults.append(Fault(("task",), tree["task"], words))
     if tree.get("recipes") is not None:
-        found += _recipes(tree["recipes"])
-    found += _strategies(tree.get("strategies"))
+        faults += _recipes(tree["recipes"])
+    faults += _strategies(tree.get("strategies"))
     if not whole:
-        return [fault for fault in found if fault.value is not MISSING]
-    return found + conflicts(flat(tree, [*(fault.key for fault in found), *((name,) for name in absent)]))
+        return [fault for fault in faults if fault.value is not MISSING]
+    return faults + conflicts(flat(tree, [*(fault.key for fault in faults), *((name,) for name in absent)]))
 
 
 def section_faults(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
@@ -96,8 +96,8 @@ def section_faults(model: type[BaseModel], data: object, at: Key) -> Iterator[Fa
 
 def _listed(annotation: Any) -> bool:
     """Whether the type is a list, or may be one."""
-    parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, Annotated) else ()
-    return get_origin(annotation) is list or any(map(_listed, parts))
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, Annotated) else ()
+    return get_origin(annotation) is list or any(map(_listed, members))
 
 
 def _refusal(model: type[BaseModel], field: FieldInfo, value: object) -> str | None:
@@ -108,8 +108,8 @@ def _refusal(model: type[BaseModel], field: FieldInfo, value: object) -> str | N
     try:
         TypeAdapter(kind, config=model.model_config).validate_python([value])
     except ValidationError as error:
-        ours = (item["ctx"]["error"] for item in error.errors() if item["type"] == "value_error")  # of our validators
-        return str(next(ours, None) or _must_be(field, value))
+        raised = (item["ctx"]["error"] for item in error.errors() if item["type"] == "value_error")  # of our validators
+        return str(next(raised, None) or _must_be(field, value))
     if isinstance(value, bool | float) and value in names and type(value) not in map(type, names):
         return _must_be(field, value)  # true or 1.0 for the choice 1, which pydantic accepts since it compares with ==
     return None
@@ -142,8 +142,8 @@ def _strategies(section: object) -> Iterator[Fault]:
         key = ("strategies", name)
         if name not in available():
             hint = foreign(key)
-            more = nearest(name, available()) or (f"; {hint}" if hint else "")
-            yield Fault(key, options, f"not a strategy; available: {', '.join(available())}{more}")
+            suggestion = nearest(name, available()) or (f"; {hint}" if hint else "")
+            yield Fault(key, options, f"not a strategy; available: {', '.join(available())}{suggestion}")
         elif options is None:
             yield Fault(key, None, "on or off? write {} to switch it on as it is, or remove the line")
         else:
@@ -201,12 +201,12 @@ def known_keys() -> tuple[str, ...]:
 def foreign(key: Key) -> str | None:
     """The hint for ``key`` if it is a name of another framework."""
     name, inner = ".".join(key), ".".join(key[1:])
-    found = elsewhere().get(name) or (elsewhere().get(inner) if key[0] in RunConfig.model_fields else None)
-    if found is None:
+    entry = elsewhere().get(name) or (elsewhere().get(inner) if key[0] in RunConfig.model_fields else None)
+    if entry is None:
         return None
-    whose, (answer, _, remark) = found[0], found[1].partition("; ")
+    whose, (answer, _, remark) = entry[0], entry[1].partition("; ")
     if answer.split(".")[0] not in RunConfig.model_fields:
-        return f"that is {whose}'s name; {found[1]}"
+        return f"that is {whose}'s name; {entry[1]}"
     return f"that is {whose}'s name, write '{answer}'" + (f" ({remark})" if remark else "")
 
 
@@ -216,17 +216,17 @@ def unknown_key(key: Key, siblings: Sequence[str]) -> str:
         return f"unknown key; {words}"
     if len(key) > 2 and (hint := nearest(key[-1], siblings)):  # alpha beside lora_alpha is not that of another section
         return f"unknown key{hint}"
-    others = [known for known in known_keys() if known != ".".join(key)]
+    candidates = [candidate for candidate in known_keys() if candidate != ".".join(key)]
     for ending in (".".join(key), key[-1]):
-        if ours := next((known for known in others if known.endswith(f".{ending}")), None):
-            return f"unknown key; write '{ours}'"
+        if full_name := next((candidate for candidate in candidates if candidate.endswith(f".{ending}")), None):
+            return f"unknown key; write '{full_name}'"
     if hint := nearest(key[-1], siblings):
         return f"unknown key{hint}"
-    leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
+    leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(known_keys())}
     if len(key) <= 2 and (near := difflib.get_close_matches(key[-1], leaves, n=1, cutoff=0.75)):
         return f"unknown key; did you mean '{leaves[near[0]]}'?"
-    known = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "all keys: deepstow docs config"
-    return f"unknown key; {known}"
+    listing = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "all keys: deepstow docs config"
+    return f"unknown key; {listing}"
 
 
 # --- what may be written ---------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def allowed(annotation: Any, metadata: Iterable[object] = ()) -> str:
     if origin is Annotated:
         return allowed(inner[0], [*inner[1:], *marks])
     if origin in (Union, types.UnionType):
-        return " or ".join(allowed(part) for part in inner if part is not type(None))
+        return " or ".join(allowed(member) for member in inner if member is not type(None))
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
     if origin is list:
@@ -264,7 +264,7 @@ def choices(annotation: Any) -> tuple[Any, ...]:
     """The values that the Literals of a type list, inside unions and lists too."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    return tuple(choice for part in get_args(annotation) for choice in choices(part))
+    return tuple(choice for inner in get_args(annotation) for choice in choices(inner))
 
 
 def inner_model(annotation: Any) -> type[BaseModel] | None:
@@ -272,5 +272,5 @@ def inner_model(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, Annotated, list):
-        return next((found for part in get_args(annotation) if (found := inner_model(part))), None)
+        return next((model for inner in get_args(annotation) if (model := inner_model(inner))), None)
     return None

@@ -23,7 +23,7 @@ PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
 PYDOC = ("text", "pairs", "labels", "preferences", "ratings")
 FIELDS = tuple(  # of rows, in the tree
     dict.fromkeys(
-        [name for each in FORMATS.values() for name in each.required + each.optional]
+        [name for row_format in FORMATS.values() for name in row_format.required + row_format.optional]
         + [field.name for task in TASKS.values() for field in task.fields]
     )
 )
@@ -42,7 +42,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     from outside says is left to ``of_task``, since its code would run for it.
     """
     m, d, t = (sections[name] for name in ("model", "data", "training"))
-    found = [
+    problems = [
         *_model(m, d, t),
         *_data(d, t),
         *_training(d, t),
@@ -50,18 +50,18 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
         *_quantised(m, t),
         *_compiled(m, t),
     ]
-    found += of_recipes([each for each in RECIPES.values() if sections[each.name]], sections)
+    problems += of_recipes([recipe for recipe in RECIPES.values() if sections[recipe.name]], sections)
     name = sections["task"].name if isinstance(sections["task"].name, str) else ""
     if name in TASKS:  # what fields others have is seen with their code
-        found += _columns(d)
-    return faults(sections, found) + of_task(TASKS.get(name), sections)
+        problems += _columns(d)
+    return faults(sections, problems) + of_task(TASKS.get(name), sections)
 
 
 def of_task(task: Task | None, sections: Mapping[str, Values]) -> list[Fault]:
     """Every conflict with the task; None: it is not known yet, or wrong."""
     if task is None:
         return []
-    alone = [each.name for each in RECIPES.values() if each.language and sections[each.name]]
+    alone = [recipe.name for recipe in RECIPES.values() if recipe.language and sections[recipe.name]]
     return faults(sections, [*_keys_of(task, sections), *language_alone(task, alone)])
 
 
@@ -74,13 +74,13 @@ def language_alone(task: Task, keys: Iterable[str]) -> Found:
 def of_recipes(recipes: Sequence[Recipe], sections: Mapping[str, Values]) -> Found:
     """Every conflict of these ``recipes`` with the other sections."""
     m = sections["model"]
-    kept = m.lora.get("export", "adapter" if m.name_or_path else "merged") if isinstance(m.lora, dict) else "merged"
-    if kept != "merged" and (needs := next((each.name for each in recipes if each.merges), None)):
+    export = m.lora.get("export", "adapter" if m.name_or_path else "merged") if isinstance(m.lora, dict) else "merged"
+    if export != "merged" and (needs := next((recipe.name for recipe in recipes if recipe.merges), None)):
         yield "model.lora.export", f"adapters are exported without their base, which {needs} needs; write merged"
-    for each in recipes:
-        if m.attention_mask and not each.masks:
-            yield "model.attention_mask", f"has not been compared with {each.name}; {KEEP_ONE}"
-        yield from each.conflicts(sections)
+    for recipe in recipes:
+        if m.attention_mask and not recipe.masks:
+            yield "model.attention_mask", f"has not been compared with {recipe.name}; {KEEP_ONE}"
+        yield from recipe.conflicts(sections)
 
 
 def faults(sections: Mapping[str, Values], found: Iterable[tuple[str, str]]) -> list[Fault]:
@@ -93,7 +93,7 @@ def _value(sections: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, dict) else None
     if isinstance(value, Values):
-        value = {name: each for name, each in value.items() if each is not WRONG}
+        value = {name: item for name, item in value.items() if item is not WRONG}
     return MISSING if value is None else value
 
 
@@ -164,22 +164,22 @@ def _compiles(t: Values) -> list[str]:
 
 
 def _compiled(m: Values, t: Values) -> Found:
-    given = _compiles(t)
-    if not given:
+    compiling = _compiles(t)
+    if not compiling:
         return
     if t.torch_compile_mode == "default" and t.torch_compile_backend not in (None, "inductor", WRONG):
         yield "training.torch_compile_mode", "is inductor's; leave it out"
     for checkpointing in ("gradient_checkpointing", "activation_checkpointing"):
         if t[checkpointing] not in (*OFF, WRONG):
             what = "would be compiled into each block; write strategies.recompute: {policy: full}"
-            yield f"training.{checkpointing}", f"cannot go with {given[0]}: it {what}"
-    others = {"training.use_liger_kernel": t.use_liger_kernel}
-    others |= {f"model.{key}": m[key] for key in ("quantization_config", "attention_mask")}
+            yield f"training.{checkpointing}", f"cannot go with {compiling[0]}: it {what}"
+    unmeasured = {"training.use_liger_kernel": t.use_liger_kernel}
+    unmeasured |= {f"model.{key}": m[key] for key in ("quantization_config", "attention_mask")}
     if m.attn_implementation not in (None, "auto", "sdpa", "eager", WRONG):
-        others["model.attn_implementation"] = m.attn_implementation
-    for key, value in others.items():
+        unmeasured["model.attn_implementation"] = m.attn_implementation
+    for key, value in unmeasured.items():
         if value not in (*OFF, WRONG):
-            yield key, f"cannot go with {given[0]}: it has not been compared, compiled and not; {KEEP_ONE}"
+            yield key, f"cannot go with {compiling[0]}: it has not been compared, compiled and not; {KEEP_ONE}"
 
 
 def _data(d: Values, t: Values) -> Found:
@@ -213,9 +213,9 @@ def _data(d: Values, t: Values) -> Found:
 def _columns(d: Values) -> Found:
     """Fields that nothing in the tree has, where nothing from outside is asked for them."""
     several = d.datasets if isinstance(d.datasets, list) else []
-    for at, one in {"data": d, **{f"data.datasets.{index}": each for index, each in enumerate(several)}}.items():
-        given, format = one.get("columns"), one.get("format") or d.format
-        if isinstance(given, dict) and (format is None or format in FORMATS) and {*given} - {*FIELDS}:
+    for at, entry in {"data": d, **{f"data.datasets.{index}": item for index, item in enumerate(several)}}.items():
+        columns, format = entry.get("columns"), entry.get("format") or d.format
+        if isinstance(columns, dict) and (format is None or format in FORMATS) and {*columns} - {*FIELDS}:
             yield f"{at}.columns", f"must be {MAPPED}"
 
 
@@ -226,19 +226,19 @@ def _pydoc_names() -> str:
 def _keys_of(task: Task, sections: Mapping[str, Values]) -> Found:
     """Keys that this task does not have, and what it says itself of those that it has."""
     m, d, t = (sections[name] for name in ("model", "data", "training"))
-    for key in dict.fromkeys(key for each in TASKS.values() for key in each.keys):
+    for key in dict.fromkeys(key for other in TASKS.values() for key in other.keys):
         section, _, name = key.partition(".")
         unset = (None, WRONG) if section == "training" else (*OFF, WRONG)
         if key not in task.keys and sections[section][name] not in unset:
-            others = " and ".join(each.name for each in TASKS.values() if key in each.keys)
-            yield key, f"is for task {others}, and this is {task.name}; leave it out"
+            owners = " and ".join(other.name for other in TASKS.values() if key in other.keys)
+            yield key, f"is for task {owners}, and this is {task.name}; leave it out"
     if t.sample_prompts and not task.generates:
         yield "training.sample_prompts", f"a model of task {task.name} continues no text; leave it out"
     if m.quantization_config and not task.quantised:
         what = f"has not been compared with the stock Trainer for task {task.name}; leave it out"
         yield "model.quantization_config", what
-    if (given := _compiles(t)) and not task.language:
-        yield given[0], f"rows of task {task.name} have many lengths, and each would be compiled anew; leave it out"
+    if (compiling := _compiles(t)) and not task.language:
+        yield compiling[0], f"rows of task {task.name} have many lengths, and each would be compiled anew; leave it out"
     for key in NOT_THEIRS:
         if t[key] and task.own_loss:
             yield f"training.{key}", f"the loss of task {task.name} does not take it; leave it out"
@@ -254,9 +254,9 @@ def _keys_of(task: Task, sections: Mapping[str, Values]) -> Found:
     if t.train_sampling_strategy in ("group_by_length", "batch_rebalance") and task.own_loss:
         what = f"rows of task {task.name} have several lengths; write random or sequential"
         yield "training.train_sampling_strategy", what
-    metric, known = t.metric_for_best_model, task.metrics if t.compute_metrics is None else ()
-    if isinstance(metric, str) and known and metric.removeprefix("eval_") not in known:
-        what = f"evaluations of {task.name} give {', '.join(known)}; training.compute_metrics adds others"
+    metric, metrics = t.metric_for_best_model, task.metrics if t.compute_metrics is None else ()
+    if isinstance(metric, str) and metrics and metric.removeprefix("eval_") not in metrics:
+        what = f"evaluations of {task.name} give {', '.join(metrics)}; training.compute_metrics adds others"
         yield "training.metric_for_best_model", what
     yield from task.conflicts(m, d, t)
 
@@ -269,15 +269,15 @@ def _datasets(d: Values) -> Found:
         yield "data.eval_split", "cannot go with data.datasets; write data.eval_fraction or data.eval_path"
     if d.streaming:
         yield "data.streaming", "cannot go with data.datasets: how they are mixed follows from all their tokens"
-    shares = [one.get("token_share") for one in d.datasets]
+    shares = [entry.get("token_share") for entry in d.datasets]
     if any(shares) and not all(shares):
         yield f"data.datasets.{shares.index(None)}.token_share", "missing; all data sets have one or none does"
     elif all(shares) and abs(sum(shares) - 1) > 1e-6:
         yield "data.datasets.0.token_share", f"all of them together must be 1, and are {sum(shares):g}"
-    for index, one in enumerate(d.datasets):
-        if one.get("path") == "pydoc" and one.get("name") not in (None, *PYDOC):
+    for index, entry in enumerate(d.datasets):
+        if entry.get("path") == "pydoc" and entry.get("name") not in (None, *PYDOC):
             yield f"data.datasets.{index}.name", _pydoc_names()
-        if one.get("weight") and one.get("token_share"):
+        if entry.get("weight") and entry.get("token_share"):
             yield f"data.datasets.{index}.weight", f"cannot go with its token_share; {KEEP_ONE}"
 
 
@@ -298,8 +298,8 @@ def _training(d: Values, t: Values) -> Found:
         what = "recomputing would draw another dropout mask; leave preserve_rng_state out"
         yield "training.gradient_checkpointing_kwargs", what
     for suffix in ("", "_kwargs"):
-        old, new = t[f"gradient_checkpointing{suffix}"], t[f"activation_checkpointing{suffix}"]
-        if None not in (old, new) and WRONG not in (old, new):
+        earlier, newer = t[f"gradient_checkpointing{suffix}"], t[f"activation_checkpointing{suffix}"]
+        if None not in (earlier, newer) and WRONG not in (earlier, newer):
             what = f"is the newer name of training.gradient_checkpointing{suffix}; {KEEP_ONE}"
             yield f"training.activation_checkpointing{suffix}", what
     if t.warmup_steps and t.max_steps != -1 and t.warmup_steps > t.max_steps:
@@ -339,21 +339,21 @@ def _best_model(t: Values) -> Found:
     if evaluate != save or save == "no":
         what = f"training.eval_strategy ({evaluate}) and training.save_strategy ({save}) must be equal, not no"
         yield "training.load_best_model_at_end", what
-    every = t.logging_steps if t.eval_steps is None else t.eval_steps
-    if evaluate == save == "steps" and every and t.save_steps:
-        times = t.save_steps / every
-        if abs(times - round(times)) > 1e-6 or (t.save_steps < 1) != (every < 1):
-            what = f"must be a multiple of training.eval_steps ({every}), for training.load_best_model_at_end"
+    eval_steps = t.logging_steps if t.eval_steps is None else t.eval_steps
+    if evaluate == save == "steps" and eval_steps and t.save_steps:
+        times = t.save_steps / eval_steps
+        if abs(times - round(times)) > 1e-6 or (t.save_steps < 1) != (eval_steps < 1):
+            what = f"must be a multiple of training.eval_steps ({eval_steps}), for training.load_best_model_at_end"
             yield "training.save_steps", what
 
 
 def _strategies(sections: Mapping[str, Values]) -> Found:
     m, t = sections["model"], sections["training"]
     half = m.dtype != "float32" and t.bf16 in OFF and t.fp16 in OFF
-    given = values_in(sections)
+    value_at = values_in(sections)
 
     def value_of(key: str) -> Any:
-        return None if (value := given(key)) is WRONG else value
+        return None if (value := value_at(key)) is WRONG else value
 
     for rule in rules(name for name in available() if name in sections["strategies"]):
         if not rule.key.startswith("strategies.") and rule.applies(value_of):

@@ -36,16 +36,16 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
     does not have the two marks.
     """
     codes = ((f"`{int(code)}`", text, _again(code)) for code, text in MEANINGS.items())
-    written = {"config": _whole_config(), "compatibility": _compatibility()}
-    written |= {
+    tables_of = {"config": _whole_config(), "compatibility": _compatibility()}
+    tables_of |= {
         "exit-codes": _table(("code", "meaning", "start again?"), codes),
         "compared": _compared(docs / "compared.yaml"),
     }
-    written |= {f"strategies/{name}": _keys(find(name)) for name in available()}
-    for name, tables in written.items():
+    tables_of |= {f"strategies/{name}": _keys(find(name)) for name in available()}
+    for name, tables in tables_of.items():
         page = docs / f"{name}.md"
-        before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
+        before, begin, remainder = page.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = remainder.partition(END)
         if not (begin and end):
             raise ValueError(f"{page}: the marks {BEGIN.strip()!r} and {END.strip()!r} are missing")
         yield page, "".join((before, BEGIN, "\n", _linked(tables, name, docs), "\n", END, after))
@@ -65,8 +65,8 @@ def _linked(text: str, page: str, docs: Path) -> str:
 
     def link(found: re.Match[str]) -> str:
         name = Path(found[0].split()[-1]).stem
-        said = found[0] if found[0].startswith("deepstow") else name
-        return f"[{said}]({'../' * page.count('/')}{paths[name]})"
+        shown = found[0] if found[0].startswith("deepstow") else name
+        return f"[{shown}]({'../' * page.count('/')}{paths[name]})"
 
     return MENTION.sub(link, text)
 
@@ -93,10 +93,10 @@ def _whole_config() -> str:
         ("strategy", "what it does"), ((f"[`{name}`](strategies/{name}.md)", text) for name, text in purposes.items())
     )
     parts.append(f"## strategies\n\nA strategy that is present is on. Its page has its keys.\n\n{links}")
-    theirs: dict[str, list[str]] = {}
+    foreign_names: dict[str, list[str]] = {}
     for name, (whose, ours) in elsewhere().items():
-        theirs.setdefault(ours, []).append(f"`{name}` ({whose})")
-    foreign = _table(("here", "elsewhere"), ((ours, ", ".join(names)) for ours, names in theirs.items()))
+        foreign_names.setdefault(ours, []).append(f"`{name}` ({whose})")
+    foreign = _table(("here", "elsewhere"), ((ours, ", ".join(names)) for ours, names in foreign_names.items()))
     return "\n".join([*parts, f"## Names from elsewhere\n\nThey are errors that name ours.\n\n{foreign}"])
 
 
@@ -130,49 +130,49 @@ def _default(field: FieldInfo) -> str:
 
 def variants() -> dict[str, tuple[str, Mapping[str, Any]]]:
     """Each strategy with the options of its first example; one that has to be given one of some values, with each."""
-    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    labelled: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for name in available():
         kind = find(name)
         levels = {key: get_args(field.annotation) for key, field in kind.model_fields.items() if field.is_required()}
         several = [(key, value) for key, values in levels.items() for value in values]
-        given: dict[str, Mapping[str, Any]] = {f"{name} {value}": {key: value} for key, value in several}
-        for label, options in (given or {name: kind.examples[0]}).items():
-            found[label] = name, kind.model_validate(options).model_dump()
-    return found
+        required: dict[str, Mapping[str, Any]] = {f"{name} {value}": {key: value} for key, value in several}
+        for label, options in (required or {name: kind.examples[0]}).items():
+            labelled[label] = name, kind.model_validate(options).model_dump()
+    return labelled
 
 
 def _compatibility() -> str:
     """Signs for every two strategies, and the reasons of all rules."""
-    known, whole = rules(available()), variants()
-    names, table = list(whole), list[tuple[str, ...]]()
+    every_rule, examples = rules(available()), variants()
+    names, table = list(examples), list[tuple[str, ...]]()
     for row, label in enumerate(names[1:], 1):
         cells = []
-        for name, options in (whole[other] for other in names[:row]):
-            value_of = values_in({"strategies": dict([whole[label], (name, options)])})
-            refused = any(rule.applies(value_of) for rule in known)
-            cells.append("" if name == whole[label][0] else "-" if refused else "+")
+        for name, options in (examples[column] for column in names[:row]):
+            value_of = values_in({"strategies": dict([examples[label], (name, options)])})
+            refused = any(rule.applies(value_of) for rule in every_rule)
+            cells.append("" if name == examples[label][0] else "-" if refused else "+")
         table.append((f"`{label}`", *cells, *[""] * (len(names) - 1 - row)))
     strategies, keys = dict[tuple[str, str, str], list[str]](), dict[tuple[str, str], list[str]]()
-    for rule in known:
+    for rule in every_rule:
         beside = _terms(rule.beside, " and ")
         if rule.key.startswith("strategies."):
             unless = f"unless there is {_terms(rule.unless, ' or ')}" if rule.unless else ""
             strategies.setdefault((_term(rule.key), unless, rule.why), []).append(beside)
         else:
             keys.setdefault((beside, rule.why), []).append(_term(rule.key))
-    pairs = ((one, f"{'; '.join(many)} {unless}".strip(), why) for (one, unless, why), many in strategies.items())
-    outside = ((one, ", ".join(many), why) for (one, why), many in keys.items())
-    parts = (
+    pairs = ((key, f"{'; '.join(besides)} {unless}".strip(), why) for (key, unless, why), besides in strategies.items())
+    outside = ((key, ", ".join(besides), why) for (key, why), besides in keys.items())
+    tables = (
         _table(("", *(f"`{label}`" for label in names[:-1])), table),
         _table(("refused", "beside", "why"), pairs),
         _table(("beside", "keys that are refused", "why"), outside),
     )
-    return "\n".join(parts)
+    return "\n".join(tables)
 
 
 def _terms(written: str, joint: str) -> str:
-    parts = (part.split(" and ") for part in written.split(joint) if part)
-    return joint.join(" and ".join(map(_term, part)) for part in parts)
+    alternatives = (alternative.split(" and ") for alternative in written.split(joint) if alternative)
+    return joint.join(" and ".join(map(_term, alternative)) for alternative in alternatives)
 
 
 def _term(term: str) -> str:

@@ -64,10 +64,10 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
     locations = _locations(layers)
     faults = [fault for layer in layers for fault in layer.problems]
     unread = {fault.key for fault in faults}
-    whole = ("extends",) not in unread and all(layer.tree or not layer.problems for layer in (base, file))
-    tree, found = filled(tree)
-    unsaid = {fault.key for fault in found}
-    for fault in [*found, *(each for each in check(tree, whole) if each.key not in unsaid)]:
+    complete = ("extends",) not in unread and all(layer.tree or not layer.problems for layer in (base, file))
+    tree, adapter_faults = filled(tree)
+    unsaid = {fault.key for fault in adapter_faults}
+    for fault in [*adapter_faults, *(checked for checked in check(tree, complete) if checked.key not in unsaid)]:
         if fault.key not in unread:
             faults.append(fault._replace(location=location_of(fault.key, locations) or Location(path, 1)))
     if faults:
@@ -80,9 +80,9 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
 def build(tree: dict[str, Any]) -> RunConfig:
     """The config of a tree in which ``check`` finds nothing."""
     strategies = {name: find(name).model_validate(options) for name, options in (tree.get("strategies") or {}).items()}
-    given = {name: tree.get(name, {}) for name in SECTIONS} | {name: tree.get(name) for name in OPTIONAL}
-    given["recipes"] = tree.get("recipes") or {}
-    return RunConfig.model_validate({"task": tree.get("task", "sft"), **given, "strategies": strategies})
+    sections = {name: tree.get(name, {}) for name in SECTIONS} | {name: tree.get(name) for name in OPTIONAL}
+    sections["recipes"] = tree.get("recipes") or {}
+    return RunConfig.model_validate({"task": tree.get("task", "sft"), **sections, "strategies": strategies})
 
 
 PLAIN: tuple[tuple[str, Any], ...] = (("task", "sft"), ("recipes", {}))  # keys that are no sections
@@ -141,10 +141,10 @@ def _base(path: Path, file: Document) -> Document:
         return Document(problems=[Fault(("extends",), name, words, location)])
     base = _read(path.parent / name, location, ("extends",), name)
     if "extends" in base.tree:
-        words, where = "a base extends nothing; one level only", base.locations[("extends",)]
+        words, place = "a base extends nothing; one level only", base.locations[("extends",)]
         if (further := base.tree["extends"]) != name and isinstance(further, str):
             words += f"; write extends: {Path(name).parent / further} in {path.name}, and what else it needs"
-        base.problems.append(Fault(("extends",), base.tree.pop("extends"), words, where))
+        base.problems.append(Fault(("extends",), base.tree.pop("extends"), words, place))
     return base
 
 
@@ -164,20 +164,20 @@ def _overrides(arguments: Sequence[str]) -> Document:
         if words:
             layer.report(0, words)
             continue
-        value, written = parse(text, COMMAND_LINE, key)
-        layer.problems += written.problems
-        layer.locations |= written.locations | {key[:depth]: Location(COMMAND_LINE) for depth in range(1, len(key) + 1)}
-        if not written.problems:
+        value, parsed = parse(text, COMMAND_LINE, key)
+        layer.problems += parsed.problems
+        layer.locations |= parsed.locations | {key[:depth]: Location(COMMAND_LINE) for depth in range(1, len(key) + 1)}
+        if not parsed.problems:
             _set(layer.tree, key, value)
     return layer
 
 
 def _drop_what_is_off(command: dict[str, Any], tree: dict[str, Any]) -> None:
     """Ignore ``strategies.zero=null`` on the command line if that strategy is off already."""
-    given, present = command.get("strategies"), tree.get("strategies") or {}
-    if isinstance(given, dict) and isinstance(present, dict):
-        for name in [name for name in given if given[name] is None and name in available() and name not in present]:
-            del given[name]
+    chosen, present = command.get("strategies"), tree.get("strategies") or {}
+    if isinstance(chosen, dict) and isinstance(present, dict):
+        for name in [name for name in chosen if chosen[name] is None and name in available() and name not in present]:
+            del chosen[name]
 
 
 def _set(tree: dict[str, Any], key: Key, value: object) -> None:
@@ -196,9 +196,9 @@ def _locations(layers: Sequence[Document]) -> dict[Key, Location]:
     locations: dict[Key, Location] = {}
     values: set[Key] = set()
     for layer in layers:
-        own = {key for key, value in leaves((), layer.tree) if value != {}}
-        values |= own
-        kept = {at: of for at, of in locations.items() if not any(at[:depth] in own for depth in range(1, len(at)))}
+        keys = {key for key, value in leaves((), layer.tree) if value != {}}
+        values |= keys
+        kept = {at: of for at, of in locations.items() if not any(at[:depth] in keys for depth in range(1, len(at)))}
         if layer is layers[-1]:
             kept = layer.locations | kept
             locations = kept | {key: of for key, of in layer.locations.items() if key in values}

@@ -105,8 +105,8 @@ class Recipe:
 
     def options(self, config: RunConfig) -> Any:
         """The section of ``config``, which has one."""
-        own = config.recipes.get(self.name)
-        return getattr(config, self.name) if own is None else self.section.model_validate(own)
+        section = config.recipes.get(self.name)
+        return getattr(config, self.name) if section is None else self.section.model_validate(section)
 
     # --- the config ---
 
@@ -238,5 +238,5 @@ def whole_weights(config: RunConfig, world_size: int, key: str, value: object) -
     if world_size > 1:
         yield Refusal(key, value, f"is for one rank so far, and there are {world_size}; leave it out")
     elif Requirement.DEEPSPEED in requirements_of(config.strategies):
-        what = "DeepSpeed's engine has the weights; write strategies.offload, or leave strategies.zero out"
-        yield Refusal(key, value, what)
+        cure = "DeepSpeed's engine has the weights; write strategies.offload, or leave strategies.zero out"
+        yield Refusal(key, value, cure)

@@ -26,20 +26,20 @@ def filled(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     section = tree.get("model")
     if not isinstance(section, dict) or not isinstance(section.get("adapter"), str) or not section["adapter"]:
         return tree, []
-    folder, given = Path(section["adapter"]), section.get("lora")
+    folder, written = Path(section["adapter"]), section.get("lora")
     saved = _read(folder)
     if isinstance(saved, str):
         return tree, [Fault(KEY, section["adapter"], saved)]
-    own = {name: saved[name] for name in LoraSection.model_fields if saved.get(name) is not None}
-    if isinstance(own.get("target_modules"), list):
-        own["target_modules"] = sorted(own["target_modules"])
-    if not isinstance(given, dict):  # what else it may be is said by those who check types
-        model = section if given is not None else {**section, "lora": own}
+    saved_lora = {name: saved[name] for name in LoraSection.model_fields if saved.get(name) is not None}
+    if isinstance(saved_lora.get("target_modules"), list):
+        saved_lora["target_modules"] = sorted(saved_lora["target_modules"])
+    if not isinstance(written, dict):  # what else it may be is said by those who check types
+        model = section if written is not None else {**section, "lora": saved_lora}
         faults = []
     else:
-        other = [name for name, value in given.items() if name not in OPEN and not _same(own, name, value)]
-        faults = [Fault(("model", "lora", name), given[name], _differs(own, name, folder)) for name in other]
-        model = {**section, "lora": {**own, **given}}
+        changed = [name for name, value in written.items() if name not in OPEN and not _same(saved_lora, name, value)]
+        faults = [Fault(("model", "lora", name), written[name], _differs(saved_lora, name, folder)) for name in changed]
+        model = {**section, "lora": {**saved_lora, **written}}
     base = saved.get("base_model_name_or_path")
     if model.get("name_or_path") is None and model.get("config") is None:
         if not isinstance(base, str) or not base:
@@ -89,8 +89,8 @@ def _read(folder: Path) -> dict[str, Any] | str:
         return f"{CONFIG} cannot be read: {str(error).partition(chr(10))[0]}"
     if not isinstance(saved, dict):
         return f"{CONFIG} must be a JSON object"
-    if (found := saved.get("peft_type")) != "LORA":
-        return f"it is an adapter of type {found}, and training goes on with LORA alone"
+    if (peft_type := saved.get("peft_type")) != "LORA":
+        return f"it is an adapter of type {peft_type}, and training goes on with LORA alone"
     if not (folder / WEIGHTS).is_file():
         what = f"the folder holds no {WEIGHTS}"
         return f"{what}, but a pickled {PICKLED}; save it once more with PEFT" if (folder / PICKLED).is_file() else what
@@ -99,11 +99,11 @@ def _read(folder: Path) -> dict[str, Any] | str:
 
 def _same(saved: Mapping[str, Any], name: str, given: Any) -> bool:
     default = LoraSection.model_fields[name].default if name in LoraSection.model_fields else given
-    found = saved.get(name, default)
-    lists = isinstance(found, list) and isinstance(given, list)
-    return sorted(map(str, found)) == sorted(map(str, given)) if lists else bool(found == given)
+    saved_value = saved.get(name, default)
+    lists = isinstance(saved_value, list) and isinstance(given, list)
+    return sorted(map(str, saved_value)) == sorted(map(str, given)) if lists else bool(saved_value == given)
 
 
 def _differs(saved: Mapping[str, Any], name: str, folder: Path) -> str:
-    found = saved.get(name, LoraSection.model_fields[name].default)
-    return f"the adapter in {folder} has {json.dumps(found)}; leave it out"
+    saved_value = saved.get(name, LoraSection.model_fields[name].default)
+    return f"the adapter in {folder} has {json.dumps(saved_value)}; leave it out"

@@ -256,9 +256,9 @@ class DataSection(Section):
         """A section for each data set: this one, if there are no several."""
         if self.datasets is None:
             return [self]
-        ours = type(self).model_fields
-        given = [{key: value for key, value in one if value is not None and key in ours} for one in self.datasets]
-        return [self.model_copy(update={"datasets": None, **own}) for own in given]
+        keys = type(self).model_fields
+        sections = [{key: value for key, value in item if value is not None and key in keys} for item in self.datasets]
+        return [self.model_copy(update={"datasets": None, **values}) for values in sections]
 
 
 def _found(registry: Registry[T], key: str, name: str, folders: tuple[Path, ...]) -> T:
@@ -270,7 +270,7 @@ def _found(registry: Registry[T], key: str, name: str, folders: tuple[Path, ...]
 
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
 # What is not done without them.
-OPTIONAL: Mapping[str, type[Section]] = {name: each.section for name, each in RECIPES.items()}
+OPTIONAL: Mapping[str, type[Section]] = {name: recipe.section for name, recipe in RECIPES.items()}
 
 
 class _Known(Section):
@@ -288,8 +288,8 @@ if TYPE_CHECKING:
     _WithRecipes = _Known
 else:
     _OF_RECIPES = {
-        name: (each.section | None, Field(default=None, json_schema_extra=on_resume(each.resume)))
-        for name, each in RECIPES.items()
+        name: (recipe.section | None, Field(default=None, json_schema_extra=on_resume(recipe.resume)))
+        for name, recipe in RECIPES.items()
     }
     _WithRecipes = create_model("_WithRecipes", __base__=_Known, **_OF_RECIPES)
 
@@ -322,7 +322,7 @@ class RunConfig(_WithRecipes):
     def folders(self, key: str) -> tuple[Path, ...]:
         """Of the file in which a dotted key, or its section, was written, and of the config; empty if it is in none."""
         places = (location_of(tuple(key.split(".")), self._locations), self._locations.get(()))
-        files = (Path(each.file) for each in places if each is not None and each.file != COMMAND_LINE)
+        files = (Path(place.file) for place in places if place is not None and place.file != COMMAND_LINE)
         return tuple(dict.fromkeys(file.parent for file in files))
 
     def thing(self, registry: Registry[T], key: str, name: str) -> T:
@@ -356,10 +356,10 @@ class RunConfig(_WithRecipes):
             raise
 
     def _placed(self, line: str) -> str:
-        found = re.match(r"(\w+)(?:\.(\w+))?[\w.\[\]]*(?=: | = )", line)
-        section = {**SECTIONS, **OPTIONAL}.get(found[1]) if found else None
-        known = found and section and (found[2] is None or found[2] in section.model_fields)
-        return self.located(found[0], line) if found and known else line
+        match = re.match(r"(\w+)(?:\.(\w+))?[\w.\[\]]*(?=: | = )", line)
+        section = {**SECTIONS, **OPTIONAL}.get(match[1]) if match else None
+        in_section = match and section and (match[2] is None or match[2] in section.model_fields)
+        return self.located(match[0], line) if match and in_section else line
 
     def error(self, key: str, value: object, what: str) -> ConfigError:
         """The error about the ``value`` of a dotted ``key``, in the same words as those found while loading."""
@@ -368,8 +368,8 @@ class RunConfig(_WithRecipes):
     @property
     def switched_on(self) -> list[Recipe]:
         """The recipes of this run. Raise ConfigError if one is from outside, and cannot be used."""
-        ours = [each for name, each in RECIPES.items() if getattr(self, name) is not None]
-        return ours + [self.thing(RECIPES, "recipes", name) for name in self.recipes]
+        built_in = [recipe for name, recipe in RECIPES.items() if getattr(self, name) is not None]
+        return built_in + [self.thing(RECIPES, "recipes", name) for name in self.recipes]
 
     @model_validator(mode="before")
     @classmethod
@@ -383,9 +383,9 @@ class RunConfig(_WithRecipes):
     @model_validator(mode="after")
     def _no_conflicts(self) -> RunConfig:
         """Check combinations as ``load`` does, for configs that are built in Python."""
-        found = conflicts(flat(self.tree()))
-        if found:
-            raise ValueError("; ".join(f"{dotted(fault.key)}: {fault.what}" for fault in found))
+        faults = conflicts(flat(self.tree()))
+        if faults:
+            raise ValueError("; ".join(f"{dotted(fault.key)}: {fault.what}" for fault in faults))
         return self
 
     def tree(self) -> dict[str, Any]:
@@ -421,14 +421,14 @@ def _plain(value: object, plain: Any) -> Any:
 def flat(tree: Mapping[str, Any], wrong: Iterable[Key] = ()) -> dict[str, Values]:
     """Every key of all sections with its value or default, as ``conflicts`` takes them; WRONG if it is in ``wrong``."""
     strategies = tree.get("strategies")
-    found = {"strategies": Values(strategies if isinstance(strategies, dict) else {})}
+    values = {"strategies": Values(strategies if isinstance(strategies, dict) else {})}
     bad = {key[:2] for key in wrong}
-    found["task"] = Values(name=WRONG if ("task",) in bad else tree.get("task", "sft"))
+    values["task"] = Values(name=WRONG if ("task",) in bad else tree.get("task", "sft"))
     for name, model in {**SECTIONS, **OPTIONAL}.items():
-        found[name] = Values()
+        values[name] = Values()
         if name in OPTIONAL and not isinstance(tree.get(name), dict):
             continue  # a section that is not there has no values
         for key, field in model.model_fields.items():
             is_bad = (name,) in bad or (name, key) in bad
-            found[name][key] = WRONG if is_bad else tree.get(name, {}).get(key, field.default)
-    return found
+            values[name][key] = WRONG if is_bad else tree.get(name, {}).get(key, field.default)
+    return values

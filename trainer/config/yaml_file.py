@@ -105,15 +105,15 @@ def shown(key: Key, value: object) -> str:
 def location_of(key: Key, locations: Mapping[Key, Location]) -> Location | None:
     """Where ``key`` was written, or else the nearest section around it; None if there is neither."""
     around = (key[:depth] for depth in range(len(key), -1, -1))
-    return next((locations[each] for each in around if each in locations), None)
+    return next((locations[section] for section in around if section in locations), None)
 
 
 def error_line(key: Key, value: object, what: str) -> str:
     """``dotted.key = value: what``, the form of all config errors, as far as there are a key and a value."""
-    said = dotted(key)
+    lead = dotted(key)
     if value is not MISSING:
-        said = f"{said} = {shown(key, value)}" if key else shown(key, value)
-    return f"{said}: {what}" if said else what
+        lead = f"{lead} = {shown(key, value)}" if key else shown(key, value)
+    return f"{lead}: {what}" if lead else what
 
 
 class _Loader(yaml.SafeLoader):
@@ -200,8 +200,8 @@ def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
     if isinstance(error, yaml.reader.ReaderError):
         return text.count("\n", 0, error.position) + 1, "a control character; delete it"
     mark = getattr(error, "problem_mark", None)
-    said = " ".join(str(part) for name in ("context", "problem") if (part := getattr(error, name, None)))
-    words = next((words for sign, words in SYNTAX if sign in said), f"not valid YAML: {printable(said)}")
+    problem = " ".join(str(words_of) for name in ("context", "problem") if (words_of := getattr(error, name, None)))
+    words = next((words for sign, words in SYNTAX if sign in problem), f"not valid YAML: {printable(problem)}")
     return (mark.line + 1 if mark else 1), words
 
 

@@ -36,10 +36,10 @@ def bounded(name: str) -> Iterator[None]:
     """Raise DataError if what runs inside, a template of this ``name``, takes too much; see the module."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        if taken := _address_space():
-            soft = taken + BYTES
-            given = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-            resource.setrlimit(resource.RLIMIT_AS, (min([soft, *given]), limits[1]))
+        if used := _address_space():
+            soft = used + BYTES
+            finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_AS, (min([soft, *finite]), limits[1]))
         with _timer():
             yield
     except TooLong:

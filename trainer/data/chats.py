@@ -88,9 +88,9 @@ def _message(raw: object) -> dict[str, Any]:
         raise Fault(f"needs role and content; found: {kind(raw)}")
     message = {key: value for key, value in raw.items() if value is not None or key == "content"}
     if {"from", "value"} <= message.keys() and "role" not in message:
-        said = message.pop("from")
-        message |= {"role": _SHAREGPT.get(str(said), said), "content": message.pop("value")}
-        if said == "function_call":
+        sender = message.pop("from")
+        message |= {"role": _SHAREGPT.get(str(sender), sender), "content": message.pop("value")}
+        if sender == "function_call":
             calls = _json(message["content"])
             message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     if message.get("tool_calls"):
@@ -109,9 +109,9 @@ def _text(content: object) -> str:
     """A message's text; OpenAI writes it also as a list of parts, of which text alone is read."""
     if isinstance(content, list):
         parts = [part if isinstance(part, Mapping) else {} for part in content]
-        other = next((part.get("type", "no type") for part in parts if not isinstance(part.get("text"), str)), None)
-        if other is not None:
-            raise Fault(f"has a part that is no text ({other}); images, sound and files are not trained on")
+        media = next((part.get("type", "no type") for part in parts if not isinstance(part.get("text"), str)), None)
+        if media is not None:
+            raise Fault(f"has a part that is no text ({media}); images, sound and files are not trained on")
         content = "".join(part["text"] for part in parts)
     if not isinstance(content, str):
         raise Fault(f"has content that is {kind(content)}; every message needs a string")
@@ -122,15 +122,15 @@ def _text(content: object) -> str:
 
 def _trained(message: dict[str, Any], only_assistant: bool) -> bool:
     """Whether a turn is trained on by its ``train`` or ``weight``, which are taken out."""
-    found = {key: message.pop(key) for key in ("train", "weight") if key in message}
-    said = " and ".join(f"{key} {value!r}" for key, value in found.items())
-    if found and not only_assistant:
-        raise Fault(f"has {said}; turns are chosen where data.assistant_only_loss is true")
-    if len(found) > 1 or any(value not in (0, 1) for value in found.values()):
-        raise Fault(f"has {said}; one of them, and 0 or 1")
-    if any(found.values()) and message["role"] != "assistant":
-        raise Fault(f"has {said}; only turns of the assistant are trained on")
-    return all(found.values())
+    choices = {key: message.pop(key) for key in ("train", "weight") if key in message}
+    shown = " and ".join(f"{key} {value!r}" for key, value in choices.items())
+    if choices and not only_assistant:
+        raise Fault(f"has {shown}; turns are chosen where data.assistant_only_loss is true")
+    if len(choices) > 1 or any(value not in (0, 1) for value in choices.values()):
+        raise Fault(f"has {shown}; one of them, and 0 or 1")
+    if any(choices.values()) and message["role"] != "assistant":
+        raise Fault(f"has {shown}; only turns of the assistant are trained on")
+    return all(choices.values())
 
 
 def _call(call: object) -> dict[str, Any]:
@@ -141,17 +141,17 @@ def _call(call: object) -> dict[str, Any]:
     arguments = _json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
         raise Fault("has a tool call that is none; a call is {name: text, arguments: an object, or one as JSON text}")
-    given = {"id": outer["id"]} if outer.get("id") is not None else {}
-    return {"type": "function", **given, "function": {"name": function["name"], "arguments": arguments}}
+    call_id = {"id": outer["id"]} if outer.get("id") is not None else {}
+    return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tools(tools: object) -> list[Any] | None:
     if not (tools.strip() if isinstance(tools, str) else tools):
         return None
-    found = _json(tools) if isinstance(tools, str) else tools
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+    functions = _json(tools) if isinstance(tools, str) else tools
+    if not isinstance(functions, list) or not all(isinstance(tool, Mapping) for tool in functions):
         raise Fault("field 'tools' is no list of functions, each {type: function, function: {name, ...}}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in functions] or None
 
 
 def _json(text: object) -> Any:
@@ -176,8 +176,8 @@ class Template:
 
     def encode(self, chat: Chat, only_assistant: bool) -> tuple[list[int], list[int]]:
         """Token ids and labels; raises Fault."""
-        held = {name for message in chat.messages for name in _SPOKEN if message.get(name)}
-        for name in ({"tools"} if chat.tools else set()) | held:
+        spoken = {name for message in chat.messages for name in _SPOKEN if message.get(name)}
+        for name in ({"tools"} if chat.tools else set()) | spoken:
             if not re.search(rf"\b{name}\b", self.text):
                 raise Fault(f"has {name}, which {self.name} does not write; name one that does in data.chat_template")
         if only_assistant:
@@ -232,15 +232,15 @@ class Template:
             for index, (start, stop) in enumerate(pairwise(borders))
         ]
         with self._faults():
-            made: Any = self.tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 pieces,
                 chat_template=_PIECES,
                 return_assistant_tokens_mask=True,
                 return_dict=True,
                 tokenizer_kwargs={"verbose": False, "return_offsets_mapping": True},
             )
-        ids, spans = list(made["input_ids"]), made["offset_mapping"]
-        self._refuse_other_tokens(text, spans, _touched(text, spans, stretches), made["assistant_masks"])
+        ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
+        self._refuse_other_tokens(text, spans, _touched(text, spans, stretches), encoded["assistant_masks"])
         chosen = stretches if all(chat.chosen) else list(compress(stretches, chat.chosen))
         trained = _touched(text, spans, chosen)
         return ids, [token if mark else MASKED for token, mark in zip(ids, trained, strict=True)]
@@ -253,10 +253,10 @@ class Template:
         """
         begin, end = _BORDERS
         text, bordered = self._text(chat), self._text(chat, template=_with_borders(self.text))
-        parts = re.split(f"([{begin}{end}])", bordered)
-        if "".join(parts[::2]) != text or parts[1::2] != [begin, end] * (len(parts) // 4):
+        pieces = re.split(f"([{begin}{end}])", bordered)
+        if "".join(pieces[::2]) != text or pieces[1::2] != [begin, end] * (len(pieces) // 4):
             raise Fault(f"{self.name} marks answers inside of others, or changes what it has marked: mark each once")
-        lengths = list(accumulate(map(len, parts[::2])))
+        lengths = list(accumulate(map(len, pieces[::2])))
         return text, list(zip(lengths[:-1:2], lengths[1::2], strict=True))
 
     def _refuse_other_tokens(
@@ -265,19 +265,19 @@ class Template:
         """Raise Fault if both ways find other tokens. Of a last character that is several tokens Transformers marks
         one, and all of them are the answer's.
         """
-        for index, (ours, theirs) in enumerate(zip(by_text, by_tokens, strict=True)):
-            if ours is not bool(theirs) and not (ours and index and spans[index] == spans[index - 1]):
-                where, token = "inside" if ours else "outside", text[slice(*spans[index])]
+        for index, (in_text, in_tokens) in enumerate(zip(by_text, by_tokens, strict=True)):
+            if in_text is not bool(in_tokens) and not (in_text and index and spans[index] == spans[index - 1]):
+                side, token = "inside" if in_text else "outside", text[slice(*spans[index])]
                 raise Fault(
-                    f"token {index + 1} ({token!r}) is {where} of the answers by its characters, and Transformers "
+                    f"token {index + 1} ({token!r}) is {side} of the answers by its characters, and Transformers "
                     f"finds the opposite by {_MARKS}: this tokenizer drops characters where a mark begins or ends, as "
                     f"spaces; move them out of the marks in a copy of {self.name}, and name it in data.chat_template"
                 )
 
     def _by_prefixes(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Where the template marks nothing: an answer is what it writes for a turn after the prompt of that turn."""
-        whole = self._text(chat)
-        trained = bytearray(len(whole))
+        text = self._text(chat)
+        trained = bytearray(len(text))
         chosen = iter(chat.chosen)
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant" and next(chosen):
@@ -285,17 +285,17 @@ class Template:
                 start = self._text(chat, max(index, 1), prompts=True)
                 if index == 0:  # Transformers takes no empty chat: the prompt of the next turn is that of this one
                     start = stop[: stop.find(start[len(stop) :])] + start[len(stop) :]
-                if not (whole.startswith(stop) and stop.startswith(start)):
+                if not (text.startswith(stop) and stop.startswith(start)):
                     raise Fault(
                         f"{self.name} writes the first {index + 1} messages otherwise than where more follow, so turn "
                         f"{index + 1} cannot be told from the others; put {_MARKS} around answers in a copy and name "
                         "it in data.chat_template"
                     )
                 trained[len(start) : len(stop)] = b"\x01" * (len(stop) - len(start))
-        out = self._tokens(whole, return_offsets_mapping=True)
-        places = zip(out["input_ids"], out["offset_mapping"], strict=True)
+        encoding = self._tokens(text, return_offsets_mapping=True)
+        places = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
         labels = [token if start < stop and all(trained[start:stop]) else MASKED for token, (start, stop) in places]
-        return list(out["input_ids"]), labels
+        return list(encoding["input_ids"]), labels
 
 
 def _with_borders(template: str) -> str:
@@ -318,17 +318,17 @@ def _touched(text: str, spans: Sequence[Span], stretches: Sequence[Span]) -> lis
 
 def find_template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> Template:
     """The template of ``options``, or else the tokenizer's; DataError if there is none, or it cannot be used."""
-    given, path = options.chat_template, options.chat_template_path
-    if given is not None and given in READY:
-        template = Template(READY[given], f"data.chat_template {given}", tokenizer)
-    elif given is not None and "{" in given:
-        template = Template(given, "data.chat_template", tokenizer)
-    elif given is not None or path is not None:
-        key, name = ("chat_template", given) if given is not None else ("chat_template_path", path)
+    chosen, path = options.chat_template, options.chat_template_path
+    if chosen is not None and chosen in READY:
+        template = Template(READY[chosen], f"data.chat_template {chosen}", tokenizer)
+    elif chosen is not None and "{" in chosen:
+        template = Template(chosen, "data.chat_template", tokenizer)
+    elif chosen is not None or path is not None:
+        key, name = ("chat_template", chosen) if chosen is not None else ("chat_template_path", path)
         file = Path(str(name)).expanduser()
         if not file.is_file():
-            known = f" and is none of {', '.join(READY)}{nearest(str(name), READY)}" if key == "chat_template" else ""
-            raise DataError(f"data.{key}: {name} does not exist{known or nearest_file(file)}")
+            hint = f" and is none of {', '.join(READY)}{nearest(str(name), READY)}" if key == "chat_template" else ""
+            raise DataError(f"data.{key}: {name} does not exist{hint or nearest_file(file)}")
         try:
             template = Template(file.read_text(encoding="utf-8"), str(file), tokenizer)
         except (OSError, UnicodeDecodeError) as error:

@@ -55,13 +55,13 @@ class Collator:
         third = "position_ids" if self.packing else "attention_mask"
         batch[third] = torch.zeros(shape, dtype=torch.long)
         for index, row in enumerate(rows):
-            used = len(row["input_ids"])
-            batch["input_ids"][index, :used] = torch.as_tensor(row["input_ids"])
-            batch["labels"][index, :used] = torch.as_tensor(row["labels"])
-            batch[third][index, :used] = torch.as_tensor(row["position_ids"]) if self.packing else 1
+            size = len(row["input_ids"])
+            batch["input_ids"][index, :size] = torch.as_tensor(row["input_ids"])
+            batch["labels"][index, :size] = torch.as_tensor(row["labels"])
+            batch[third][index, :size] = torch.as_tensor(row["position_ids"]) if self.packing else 1
             if self.packing:
-                batch[third][index, used:] = torch.arange(length - used)
-        for name in (each for each in self.columns if each in rows[0]):
+                batch[third][index, size:] = torch.arange(length - size)
+        for name in (column for column in self.columns if column in rows[0]):
             batch[name] = self.columns[name](rows, batch["labels"])
         if self.documents:
             batch[DOCUMENTS] = Documents.at(batch["position_ids"])
@@ -81,9 +81,9 @@ def check_packing(config: RunConfig) -> None:
 
 def check_batch(config: RunConfig, rows: Any, replicas: int) -> None:
     """Raise ConfigError if only full batches are taken, and the ``rows`` are fewer than one of all ``replicas`` has."""
-    wanted = config.training.per_device_train_batch_size * replicas
-    if config.training.dataloader_drop_last and not config.data.streaming and len(rows) < wanted:
-        what = f"the data has {len(rows):,} rows, and a batch has {wanted:,}, so all are dropped"
+    batch_size = config.training.per_device_train_batch_size * replicas
+    if config.training.dataloader_drop_last and not config.data.streaming and len(rows) < batch_size:
+        what = f"the data has {len(rows):,} rows, and a batch has {batch_size:,}, so all are dropped"
         cure = "leave it out, or write a smaller training.per_device_train_batch_size"
         raise config.error("training.dataloader_drop_last", True, f"{what}; {cure}")
 

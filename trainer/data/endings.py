@@ -30,7 +30,7 @@ def holds_chats(prepared: Prepared) -> bool:
         return prepared.chats
     row = prepared.train[0]
     turns = [row.get(name) for name in ("prompt", "chosen", "completion")]
-    return prepared.chats or any(isinstance(each, list) for each in turns)
+    return prepared.chats or any(isinstance(turn, list) for turn in turns)
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, name_or_path: str | None) -> set[int]:
@@ -39,10 +39,10 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, name_or
     with suppress(OSError, ValueError, AttributeError):
         file = hub.file_of(name_or_path, "generation_config.json")
         of_generation = json.loads(file.read_bytes()).get("eos_token_id") if file else None
-    found = set[Any]()
+    ends = set[Any]()
     for ids in (tokenizer.eos_token_id, getattr(model.get_text_config(), "eos_token_id", None), of_generation):
-        found |= {*ids} if isinstance(ids, list | tuple) else {ids}
-    return {each for each in found if isinstance(each, int)}
+        ends |= {*ids} if isinstance(ids, list | tuple) else {ids}
+    return {token for token in ends if isinstance(token, int)}
 
 
 def never_ends(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
@@ -57,10 +57,10 @@ def never_ends(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, ends: Col
         what = f"rows have the end of a turn ({end}), and no loss on it"
         cure = "move {% endgeneration %} behind it in a copy of the chat template, and name that in data.chat_template"
     else:
-        last = _last(table)
-        mark = "" if last is None else f", but {tokenizer.decode([last])!r}"
+        last_token = _last(table)
+        mark = "" if last_token is None else f", but {tokenizer.decode([last_token])!r}"
         what, cure = f"the chat template writes no end of a turn ({end}) after an answer{mark}", AS_CHATML
-        if last is not None and last in (tokenizer.all_special_ids or ()):
+        if last_token is not None and last_token in (tokenizer.all_special_ids or ()):
             cure += ", or save the tokenizer with that as its eos_token"
     return f"data: {what}, so the model does not learn where an answer ends; {cure}"
 
@@ -75,5 +75,5 @@ def _numbers(chunk: Any) -> Any:
 
 def _last(table: Any) -> int | None:
     """The last token of the first row that is trained on."""
-    labels = [int(each) for each in table.column("labels")[0].values.to_numpy() if each != MASKED]
+    labels = [int(label) for label in table.column("labels")[0].values.to_numpy() if label != MASKED]
     return labels[-1] if labels else None

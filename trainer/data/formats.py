@@ -46,37 +46,37 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
     or ``columns`` names a missing column, or files have other fields.
     """
     first = source.tables[0]
-    given: dict[str, str] = {str(name): column for name, column in options.columns.items()}
-    found = ", ".join(first.columns)
+    renamed: dict[str, str] = {str(name): column for name, column in options.columns.items()}
+    listing = ", ".join(first.columns)
     absent = [
-        f"data.columns: {name}: {column!r} is not in {first.name}; found: {found}{nearest(column, first.columns)}"
-        for name, column in given.items()
+        f"data.columns: {name}: {column!r} is not in {first.name}; found: {listing}{nearest(column, first.columns)}"
+        for name, column in renamed.items()
         if column not in first.columns
     ]
     if absent:
         raise DataError(absent)
-    asked = options.asked_format()
-    formats = list(FORMATS.values()) if asked is None else [asked]
+    chosen = options.asked_format()
+    formats = list(FORMATS.values()) if chosen is None else [chosen]
     fields = [name for format in formats for name in format.required + format.optional]
-    refuse_unknown(given, fields if asked is not None else (*fields, *given), f"format {formats[0].name}")
-    also = {field: column for each in formats for column, field in each.also.items() if column in first.columns}
-    mapped = also | {name: name for name in fields if name in first.columns} | given
+    refuse_unknown(renamed, fields if chosen is not None else (*fields, *renamed), f"format {formats[0].name}")
+    also = {field: column for format in formats for column, field in format.also.items() if column in first.columns}
+    mapped = also | {name: name for name in fields if name in first.columns} | renamed
     fits = [format for format in formats if all(name in mapped for name in format.required)]
-    if len(fits) > 1 and given:
-        fits = [format for format in fits if any(name in given for name in format.required)]
+    if len(fits) > 1 and renamed:
+        fits = [format for format in fits if any(name in renamed for name in format.required)]
     if not fits:
-        known = ", ".join("+".join(format.required) for format in formats)
-        what = f"no known format in columns {found}; expected one of {known}{_meant(first.columns)}"
-        if asked is not None:
-            lacks = next(name for name in asked.required if name not in mapped)
+        choices = ", ".join("+".join(format.required) for format in formats)
+        what = f"no known format in columns {listing}; expected one of {choices}{_meant(first.columns)}"
+        if chosen is not None:
+            lacks = next(name for name in chosen.required if name not in mapped)
             hint = nearest(lacks, first.columns) or f"; data.columns says which column it is: {{{lacks}: ...}}"
-            what = f"format {asked.name} needs {known}, no {lacks!r} in {found}{hint}"
+            what = f"format {chosen.name} needs {choices}, no {lacks!r} in {listing}{hint}"
         raise DataError(f"{first.name}: {what}")
     if len(fits) > 1:
         names = " and ".join(format.name for format in fits)
         example = fits[0].required[0]
         cure = f"say which with data.format, or data.columns, e.g. {{{example}: {mapped[example]}}}"
-        raise DataError(f"{first.name}: columns {found} fit {names}; {cure}")
+        raise DataError(f"{first.name}: columns {listing} fit {names}; {cure}")
     format = fits[0]
     if format.makes == "conversation" and (media := [name for name in _MEDIA if name in first.columns]):
         raise DataError(
@@ -86,8 +86,8 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
     for table in source.tables[1:]:
         for name in format.required:
             if columns[name] not in table.columns:
-                others = ", ".join(table.columns)
-                line = f"{table.name}: no column {columns[name]!r}, which {first.name} has; found: {others}"
+                present = ", ".join(table.columns)
+                line = f"{table.name}: no column {columns[name]!r}, which {first.name} has; found: {present}"
                 raise DataError(f"{line}; every file of a folder must have the same fields")
     return format, columns
 
@@ -122,9 +122,9 @@ class Encoder:
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
         """One result per row. The strings of all rows are tokenised in one call, which uses all cores."""
         fields = [self._fields(row) for row in rows]
-        parts = iter(self._tokenise([values for values in fields if not isinstance(values, str)]))
-        found = [values if isinstance(values, str) else next(parts) for values in fields]
-        results = [self._finish(part) if isinstance(part, Document) else part for part in found]
+        documents = iter(self._tokenise([values for values in fields if not isinstance(values, str)]))
+        encoded = [values if isinstance(values, str) else next(documents) for values in fields]
+        results = [self._finish(outcome) if isinstance(outcome, Document) else outcome for outcome in encoded]
         return [f"{r.place}: {x}" if isinstance(x, str) else x for r, x in zip(rows, results, strict=True)]
 
     def _fields(self, row: Row) -> dict[str, Any] | str:
@@ -135,14 +135,14 @@ class Encoder:
         for name, column in self.columns.items():
             label = f"field {name!r}" if name == column else f"field {name!r} (column {column!r})"
             value = row.values.get(column)
-            wanted = self.format.kinds.get(name, str)
+            expected = self.format.kinds.get(name, str)
             if name in self.format.optional and (value is None or (name == "tools" and isinstance(value, list))):
                 values |= {name: value} if value else {}
                 continue
             if column not in row.values:
                 return f"{label} is missing; found: {', '.join(row.values) or 'nothing'}"
-            if not isinstance(value, wanted):
-                return f"{label} is {kind(value)}; every row needs {kind(wanted())}"
+            if not isinstance(value, expected):
+                return f"{label} is {kind(value)}; every row needs {kind(expected())}"
             if isinstance(value, str) and SURROGATE.search(value):
                 return f"{label} {NO_TEXT}"
             values[name] = value
@@ -152,8 +152,8 @@ class Encoder:
         if self.format.makes == "conversation":
             return [self._chat(row) for row in rows]
         if self.format.makes == "tokens":
-            made = map(self.format.tokens, rows)
-            return [each if isinstance(each, str) else Document(*each) for each in made]
+            token_rows = map(self.format.tokens, rows)
+            return [tokens if isinstance(tokens, str) else Document(*tokens) for tokens in token_rows]
         segments = [self.format.segments(row) for row in rows]
         texts = [text for row in segments if not isinstance(row, str) for text, _ in row]
         ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
@@ -181,13 +181,13 @@ class Encoder:
 
     def _chat(self, row: Mapping[str, Any]) -> Encoded:
         assert self.template is not None
-        said = self.format.conversation(row)
-        if isinstance(said, str) or not said["messages"]:
-            return said if isinstance(said, str) else Dropped(EMPTY)
-        only = self.options.assistant_only_loss
+        conversation = self.format.conversation(row)
+        if isinstance(conversation, str) or not conversation["messages"]:
+            return conversation if isinstance(conversation, str) else Dropped(EMPTY)
+        assistant_only = self.options.assistant_only_loss
         try:
-            chat = read_chat(said, self.columns.get("messages", "messages"), only)
-            return Document(*self.template.encode(chat, only))
+            chat = read_chat(conversation, self.columns.get("messages", "messages"), assistant_only)
+            return Document(*self.template.encode(chat, assistant_only))
         except Fault as fault:
             return str(fault)
 
@@ -211,8 +211,8 @@ def refuse_unknown(given: Mapping[str, str], fields: Sequence[str], who: str) ->
     """Raise DataError if ``data.columns`` has a field that ``who`` does not have."""
     for name in given:
         if name not in fields:
-            known = ", ".join(fields)
-            raise DataError(f"data.columns: {who} has no field {name!r}; it has {known}{nearest(name, fields)}")
+            allowed = ", ".join(fields)
+            raise DataError(f"data.columns: {who} has no field {name!r}; it has {allowed}{nearest(name, fields)}")
 
 
 def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
@@ -220,7 +220,7 @@ def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedToke
     format, columns = detect(options, source)
     name, chats = format.name, format.makes == "conversation"
     if options.completion_only_loss and not format.answers:
-        need = f"{' or '.join(each.name for each in FORMATS.values() if each.answers)} data"
+        need = f"{' or '.join(candidate.name for candidate in FORMATS.values() if candidate.answers)} data"
         raise DataError(f"data.completion_only_loss: true needs {need}; {source.name} is {name} data")
     if options.assistant_only_loss and not chats:
         raise DataError(f"data.assistant_only_loss: true needs messages data; {source.name} is {name} data")

@@ -60,9 +60,9 @@ class Numbers:
     def sorted(self) -> NDArray[np.int64]:
         """All of them."""
         self._flush()
-        found = self._all[: self._count]
-        found.sort()
-        return found
+        numbers = self._all[: self._count]
+        numbers.sort()
+        return numbers
 
 
 def blocks(numbers: NDArray[Any], overlap: int = 0) -> Iterator[NDArray[Any]]:
@@ -73,15 +73,15 @@ def blocks(numbers: NDArray[Any], overlap: int = 0) -> Iterator[NDArray[Any]]:
 
 def twice(numbers: NDArray[np.int64]) -> int:
     """How many of these numbers, which are sorted, are equal to the one before."""
-    return sum(int((part[1:] == part[:-1]).sum()) for part in blocks(numbers, 1))
+    return sum(int((block[1:] == block[:-1]).sum()) for block in blocks(numbers, 1))
 
 
 def among(numbers: NDArray[np.int64], others: list[NDArray[np.int64]]) -> int:
     """How many of these numbers are in one of the ``others``, which are sorted."""
-    found = 0
-    for part in blocks(numbers):
-        held = np.zeros(len(part), bool)
-        for each in filter(len, others):
-            held |= each[np.minimum(np.searchsorted(each, part), len(each) - 1)] == part
-        found += int(held.sum())
-    return found
+    count = 0
+    for block in blocks(numbers):
+        is_in = np.zeros(len(block), bool)
+        for other in filter(len, others):
+            is_in |= other[np.minimum(np.searchsorted(other, block), len(other) - 1)] == block
+        count += int(is_in.sum())
+    return count

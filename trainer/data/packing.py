@@ -27,24 +27,24 @@ MASKED = -100  # the label of a token that is not trained on: what torch's cross
 def whole(lengths: Sequence[int] | NDArray[np.integer], make: Make = np.empty) -> Spans:
     """Each document as one span."""
     spans = make((len(lengths), 3), np.int32)
-    for start, part in zip(range(0, len(lengths), BLOCK), blocks(spans), strict=True):
-        part[:, 0], part[:, 1] = np.arange(start, start + len(part), dtype=np.int32), 0
-        part[:, 2] = lengths[start : start + len(part)]
+    for start, block in zip(range(0, len(lengths), BLOCK), blocks(spans), strict=True):
+        block[:, 0], block[:, 1] = np.arange(start, start + len(block), dtype=np.int32), 0
+        block[:, 2] = lengths[start : start + len(block)]
     return spans
 
 
 def lengths_of(spans: Spans, make: Make = np.empty) -> NDArray[np.int32]:
     """Tokens of each span."""
     lengths = make((len(spans),), np.int32)
-    for part, out in zip(blocks(spans), blocks(lengths), strict=True):
-        out[:] = part[:, 2] - part[:, 1]
+    for block, out in zip(blocks(spans), blocks(lengths), strict=True):
+        out[:] = block[:, 2] - block[:, 1]
     return lengths
 
 
 def chunk(spans: Spans, max_length: int) -> Spans:
     """Cut spans so that none is longer than ``max_length`` (at least 3) or has a single token, hence no target."""
     assert max_length >= 3, "two pieces of at least two tokens must fit into max_length + 1"
-    if all((part[:, 2] - part[:, 1] <= max_length).all() for part in blocks(spans)):
+    if all((block[:, 2] - block[:, 1] <= max_length).all() for block in blocks(spans)):
         return spans
     lengths = spans[:, 2] - spans[:, 1]
     counts = np.maximum(-(-lengths // max_length), 1)
@@ -70,14 +70,14 @@ def split(spans: Spans, fraction: float, seed: int, make: Make = np.empty) -> tu
         document, start, stop = spans[0].tolist()
         cut = stop - min(max(2, round((stop - start) * fraction)), (stop - start) // 2)
         return np.array([[document, start, cut]], np.int32), np.array([[document, cut, stop]], np.int32)
-    held = np.zeros(len(spans), bool)
-    held[shuffled(len(spans), seed)[: min(max(1, round(len(spans) * fraction)), len(spans) - 1)]] = True
-    train, at = make((len(spans) - int(held.sum()), 3), np.int32), 0
-    for part, out in zip(blocks(spans), blocks(held), strict=True):
-        kept = part[~out]
-        train[at : at + len(kept)] = kept
-        at += len(kept)
-    return train, spans[held]
+    held_out = np.zeros(len(spans), bool)
+    held_out[shuffled(len(spans), seed)[: min(max(1, round(len(spans) * fraction)), len(spans) - 1)]] = True
+    train, at = make((len(spans) - int(held_out.sum()), 3), np.int32), 0
+    for block, out in zip(blocks(spans), blocks(held_out), strict=True):
+        trained = block[~out]
+        train[at : at + len(trained)] = trained
+        at += len(trained)
+    return train, spans[held_out]
 
 
 def weighted(spans: Spans, weight: float, seed: int) -> Spans:
@@ -91,8 +91,8 @@ def weighted(spans: Spans, weight: float, seed: int) -> Spans:
 def weights_of(shares: Sequence[float], tokens: Sequence[int]) -> list[float]:
     """The weights with which data sets of so many ``tokens`` have these shares of all; the largest is 1."""
     least = min(count / share for share, count in zip(shares, tokens, strict=True))
-    found = (share * least / count for share, count in zip(shares, tokens, strict=True))
-    return [1.0 if abs(weight - 1) < 1e-9 else weight for weight in found]  # not all of it but one row
+    weights = (share * least / count for share, count in zip(shares, tokens, strict=True))
+    return [1.0 if abs(weight - 1) < 1e-9 else weight for weight in weights]  # not all of it but one row
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, make: Make = np.empty) -> Iterator[list[int]]:
@@ -107,9 +107,9 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, make: Make
     top = [-1] * capacity  # of the stack of open rows with each room; ``below`` has those under it
     rooms: list[int] = []  # those of open rows, ascending
     num_rows = 0
-    for part in blocks(order):
-        found = []
-        for index, length in zip(part.tolist(), sizes[part].tolist(), strict=True):
+    for block in blocks(order):
+        block_rows = []
+        for index, length in zip(block.tolist(), sizes[block].tolist(), strict=True):
             assert 0 < length <= capacity, f"span {index} has {length} tokens, a row has {capacity}"
             place = bisect.bisect_left(rooms, length)
             if place < len(rooms):
@@ -121,12 +121,12 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, make: Make
             else:
                 room, row = capacity, num_rows
                 num_rows += 1
-            found.append(row)
-            if left := room - length:
-                if top[left] < 0:
-                    bisect.insort(rooms, left)
-                below[row], top[left] = top[left], row
-        row_of[part] = found
+            block_rows.append(row)
+            if room_left := room - length:
+                if top[room_left] < 0:
+                    bisect.insort(rooms, room_left)
+                below[row], top[room_left] = top[room_left], row
+        row_of[block] = block_rows
     members, ends = _grouped(row_of, num_rows, make)
     for start, rows_of in zip(range(0, len(row_of), BLOCK), blocks(row_of), strict=True):
         begins = np.where(rows_of > 0, ends[rows_of - 1], 0)
@@ -140,22 +140,22 @@ def _grouped(
     """The places of numbers below ``kinds``: those of each number together, ascending; and where those of each end."""
 
     def keys() -> Iterator[NDArray[np.int32]]:
-        return (kinds - 1 - part if largest_first else part for part in blocks(numbers))
+        return (kinds - 1 - block if largest_first else block for block in blocks(numbers))
 
     ends, places = make((kinds,), np.int32), make((len(numbers),), np.int32)
     ends[:] = 0
-    for part in keys():
-        there, number = np.unique(part, return_counts=True)
-        ends[there] += number.astype(np.int32)
+    for block in keys():
+        present, number = np.unique(block, return_counts=True)
+        ends[present] += number.astype(np.int32)
     total = 0
-    for part in blocks(ends):  # where each begins, until its places are written
-        sums = total + np.cumsum(part)
-        part[:], total = sums - part, int(sums[-1])
-    for start, part in zip(range(0, len(numbers), BLOCK), keys(), strict=True):
-        by = np.argsort(part, kind="stable")
-        there, first, number = np.unique(part[by], return_index=True, return_counts=True)
-        places[np.repeat(ends[there] - first, number) + np.arange(len(by))] = start + by
-        ends[there] += number.astype(np.int32)
+    for block in blocks(ends):  # where each begins, until its places are written
+        sums = total + np.cumsum(block)
+        block[:], total = sums - block, int(sums[-1])
+    for start, block in zip(range(0, len(numbers), BLOCK), keys(), strict=True):
+        order = np.argsort(block, kind="stable")
+        present, first, number = np.unique(block[order], return_index=True, return_counts=True)
+        places[np.repeat(ends[present] - first, number) + np.arange(len(order))] = start + order
+        ends[present] += number.astype(np.int32)
     return places, ends
 
 
@@ -173,4 +173,4 @@ def rows(
             pieces["labels"][-1][0] = MASKED
             if packing:
                 pieces["position_ids"].append(np.arange(stop - start, dtype=np.int32))
-        yield {name: np.concatenate(parts) for name, parts in pieces.items()}
+        yield {name: np.concatenate(arrays) for name, arrays in pieces.items()}

@@ -126,7 +126,7 @@ def prepare(
     DataError has one line per problem, naming file, row and field.
     """
     sources, held_out = list(open_train(section)), open_eval(section)
-    mix = [(one.weight or 1.0, one.token_share) for one in section.datasets or ()] or [(1.0, None)]
+    mix = [(data_set.weight or 1.0, data_set.token_share) for data_set in section.datasets or ()] or [(1.0, None)]
     train = [
         Part(source, make_encoder(options, source, tokenizer, vocab_size), *weights)
         for options, source, weights in zip(section.parts(), sources, mix, strict=True)
@@ -135,16 +135,16 @@ def prepare(
     evaluation = [Part(held_out, make_encoder(section, held_out, tokenizer, vocab_size))] if held_out else []
 
     def contents(*, former: bool = False) -> Contents:
-        found = [part.source.former if former else part.source.identity for part in [*train, *evaluation]]
-        marks = [identity(not section.streaming) for identity in found]
+        identities = [part.source.former if former else part.source.identity for part in [*train, *evaluation]]
+        marks = [identity(not section.streaming) for identity in identities]
         own, held = marks[: len(train)], marks[len(train) :]
         text = digest_of(encoder.template.text) if encoder.template else ""
         words = tokenizer_content(tokenizer, former=former)
         of_train, of_held = digest_of(own[0] if len(own) == 1 else own), digest_of(held) if held else ""
         return Contents(of_train, of_held, digest_of(words), text, fingerprint(train, seed, marks, words))
 
-    written = [part.source for part in (evaluation if section.streaming else [*train, *evaluation])]
-    before = [source.identity(False) for source in written]
+    saved_sources = [part.source for part in (evaluation if section.streaming else [*train, *evaluation])]
+    before = [source.identity(False) for source in saved_sources]
     made_of = contents()
     opened(made_of, partial(contents, former=True))
     key = made_of.fingerprint
@@ -155,32 +155,32 @@ def prepare(
         say(f"data: {names} is prepared already ({key})")
     elif held_out or not section.streaming:
         with added_folder(home) as draft:
-            made = [_write("eval", evaluation, draft, say)] if evaluation else []
+            written = [_write("eval", evaluation, draft, say)] if evaluation else []
             if not section.streaming:
-                made.append(_write("train", train, draft, say, section.eval_fraction, seed))
-            (draft / REPORT).write_text(json.dumps(report.content(section.max_length, made)))
-            refuse_changed(written, before)
+                written.append(_write("train", train, draft, say, section.eval_fraction, seed))
+            (draft / REPORT).write_text(json.dumps(report.content(section.max_length, written)))
+            refuse_changed(saved_sources, before)
             seal(draft, KIND, {"fingerprint": key})
     rows = stream(train[0].source, encoder, say) if section.streaming else _open(home / "train.arrow")
-    there = [path.name for path in home.iterdir()] if held_out or not section.streaming else []
-    held = _open(home / "eval.arrow") if "eval.arrow" in there else None
-    named = section.chat_template or section.chat_template_path
-    template = encoder.template.text if encoder.template and named else None
-    found = json.loads((home / REPORT).read_text()) if REPORT in there else None
-    for line in (found or {}).get("warnings", ()):
+    file_names = [path.name for path in home.iterdir()] if held_out or not section.streaming else []
+    eval_rows = _open(home / "eval.arrow") if "eval.arrow" in file_names else None
+    chosen_template = section.chat_template or section.chat_template_path
+    template = encoder.template.text if encoder.template and chosen_template else None
+    content = json.loads((home / REPORT).read_text()) if REPORT in file_names else None
+    for line in (content or {}).get("warnings", ()):
         say(warning(line))
     formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
-    used = [part.encoder.format for part in train]
-    plain, chats = all(each.plain for each in used), any(each.makes == "conversation" for each in used)
-    return Prepared(rows, held, formats, made_of, template, plain, chats, found)
+    forms = [part.encoder.format for part in train]
+    plain, chats = all(form.plain for form in forms), any(form.makes == "conversation" for form in forms)
+    return Prepared(rows, eval_rows, formats, made_of, template, plain, chats, content)
 
 
 def refuse_changed(sources: Iterable[Source], before: Iterable[list[str]]) -> None:
     """Raise DataError if a file is not of the size or time that it was ``before``: its rows would be kept, under the
     hash of what it was then.
     """
-    for source, known in zip(sources, before, strict=True):
-        if source.identity(False) != known:
+    for source, former in zip(sources, before, strict=True):
+        if source.identity(False) != former:
             raise DataError(f"{source.name}: it has changed while it was read; start again when nobody writes to it")
 
 
@@ -263,8 +263,8 @@ def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]], wo
     }
     if encoder.options.assistant_only_loss and encoder.template and encoder.template.marks:
         content["answers"] = "by characters"  # before, by Transformers alone
-    if made := codes(thing for part in parts for thing in (part.encoder.format, *part.source.readers)):
-        content["code"] = made
+    if code := codes(plugin for part in parts for plugin in (part.encoder.format, *part.source.readers)):
+        content["code"] = code
     if len(parts) > 1 or parts[0].weight != 1:
         content["mix"] = [[_options(part.encoder), part.weight, part.token_share] for part in parts]
     return digest_of(content)[:16]
@@ -272,7 +272,7 @@ def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]], wo
 
 def _options(encoder: Encoder) -> dict[str, Any]:
     options = encoder.options.model_dump(mode="json").items()
-    return {key: it for key, it in options if key not in _NOT_CONTENT and not (it is None and key in _LATER)}
+    return {key: value for key, value in options if key not in _NOT_CONTENT and not (value is None and key in _LATER)}
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase, *, former: bool = False) -> list[Any]:
@@ -283,15 +283,15 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase, *, former: bool = Fals
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return [backend.to_str(), special]
-    found = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
+    content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
     if former:
-        return found
+        return content
     with tempfile.TemporaryDirectory() as folder, suppress(NotImplementedError):
         tokenizer.save_vocabulary(folder)
-        found.append(hashes(sorted(path for path in Path(folder).rglob("*") if path.is_file())))
+        content.append(hashes(sorted(path for path in Path(folder).rglob("*") if path.is_file())))
     if type(tokenizer).__module__.startswith("transformers_modules."):
-        found.append(inspect.getsource(type(tokenizer)))
-    return found
+        content.append(inspect.getsource(type(tokenizer)))
+    return content
 
 
 def _write(
@@ -305,7 +305,7 @@ def _write(
     tallies = [_tally(part, make) for part in parts]
     good = (tally.documents(encoded(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
     documents = itertools.chain.from_iterable(good)
-    as_arrays = (np.array([each.ids, each.labels], np.int32) for each in documents)  # a tenth of the lists
+    as_arrays = (np.array([document.ids, document.labels], np.int32) for document in documents)  # a tenth of the lists
     _save(path, ({"input_ids": ids, "labels": labels} for ids, labels in as_arrays))
     table = _open(path).data
     path.unlink()  # it exists as long as it is mapped
@@ -319,13 +319,13 @@ def _write(
     for chunk in ids.chunks:
         lengths[at : at + len(chunk)] = pa.compute.list_value_length(chunk).to_numpy()
         at += len(chunk)
-    whole = packing.whole(lengths, make)
-    for part, spans in zip(parts, np.split(whole, np.cumsum([tally.rows for tally in tallies])[:-1]), strict=True):
+    all_spans = packing.whole(lengths, make)
+    for part, spans in zip(parts, np.split(all_spans, np.cumsum([tally.rows for tally in tallies])[:-1]), strict=True):
         if held_out:
             if len(spans) == 1 and (not part.encoder.format.splits or spans[0, 2] < 4):
                 raise DataError(f"data.eval_fraction: {part.source.name} has one row; use data.eval_path")
-            spans, held = packing.split(spans, held_out, seed, make)
-            sides.setdefault("eval", []).append(fitting(part.encoder, held, read))
+            spans, held_spans = packing.split(spans, held_out, seed, make)
+            sides.setdefault("eval", []).append(fitting(part.encoder, held_spans, read))
         sides[side].append(fitting(part.encoder, spans, read))
     lines = []
     if len(parts) > 1 or parts[0].weight != 1:
@@ -334,8 +334,8 @@ def _write(
         lines.append(line)
     for name, pieces in sorted(sides.items()):
         spans = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        made = packing.rows(spans, read, options.max_length, options.packing, make)
-        rows, tokens, trained = _save(draft / f"{name}.arrow", made)
+        packed = packing.rows(spans, read, options.max_length, options.packing, make)
+        rows, tokens, trained = _save(draft / f"{name}.arrow", packed)
         share = f"{trained:,} of {tokens:,} tokens trained on"
         lines.append(f"data: {name}: {rows:,} rows of up to {options.max_length:,} tokens; {share}")
         say(lines[-1])
@@ -353,14 +353,14 @@ def _mixed(parts: Sequence[Part], spans: list[Spans], seed: int) -> tuple[list[S
     shares = [part.token_share for part in parts if part.token_share is not None]
     weights = [part.weight for part in parts]
     if shares:
-        weights = packing.weights_of(shares, [_tokens(each) for each in spans])
-    taken = [packing.weighted(each, weight, seed) for each, weight in zip(spans, weights, strict=True)]
-    said, total = [], sum(map(_tokens, taken))
-    for part, weight, each in zip(parts, weights, taken, strict=True):
-        if not len(each):
+        weights = packing.weights_of(shares, [_tokens(part_spans) for part_spans in spans])
+    weighted = [packing.weighted(part_spans, weight, seed) for part_spans, weight in zip(spans, weights, strict=True)]
+    words, total = [], sum(map(_tokens, weighted))
+    for part, weight, part_spans in zip(parts, weights, weighted, strict=True):
+        if not len(part_spans):
             raise DataError(f"{part.source.name}: {weight:.3g} times it is no row; give it more weight, or take it out")
-        said.append(f"{part.source.name} {_tokens(each) / total:.1%} ({weight:.3g} times)")
-    return taken, f"data: mix of {total:,} tokens: {', '.join(said)}"
+        words.append(f"{part.source.name} {_tokens(part_spans) / total:.1%} ({weight:.3g} times)")
+    return weighted, f"data: mix of {total:,} tokens: {', '.join(words)}"
 
 
 def _tokens(spans: Spans) -> int:

@@ -25,27 +25,27 @@ def rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Topic and row, for each row of this name."""
     from pydoc_data.topics import topics
 
-    known = sorted(topics.items())
+    pages = sorted(topics.items())
     if name == "text":
-        yield from ((topic, {"text": text}) for topic, text in known)
+        yield from ((topic, {"text": text}) for topic, text in pages)
         return
     if name == "pairs":
         yield from (
-            (topic, {"prompt": _prompt(topic, text), "completion": _body(text).strip()}) for topic, text in known
+            (topic, {"prompt": _prompt(topic, text), "completion": _body(text).strip()}) for topic, text in pages
         )
         return
-    parts = {topic: [part for part in _body(text).split("\n\n") if len(part.split()) in WORDS] for topic, text in known}
+    parts = {topic: [part for part in _body(text).split("\n\n") if len(part.split()) in WORDS] for topic, text in pages}
     if name == "labels":
         for topic, paragraphs in parts.items():
             for part in paragraphs:
                 yield topic, {"text": part.strip(), "label": "code" if any(m in part for m in CODE) else "prose"}
         return
     bodies = list(parts.values())
-    others = dict(zip(parts, [*bodies[1:], bodies[0]], strict=True))
-    for topic, text in known:
+    wrong_of = dict(zip(parts, [*bodies[1:], bodies[0]], strict=True))
+    for topic, text in pages:
         prompt = _prompt(topic, text)
-        for own, other in zip(parts[topic][:20], others[topic], strict=False):
-            good, bad = own.strip(), other.strip()
+        for answer, wrong in zip(parts[topic][:20], wrong_of[topic], strict=False):
+            good, bad = answer.strip(), wrong.strip()
             if name == "preferences":
                 yield topic, {"prompt": prompt, "chosen": good, "rejected": bad}
             else:

@@ -66,8 +66,8 @@ def by_cause(bad: Sequence[str]) -> list[str]:
     for line in bad:
         place, _, what = line.partition(": ")
         places.setdefault(what, []).append(place)
-    said = [f"{first}: {what}{_also(others)}" for what, (first, *others) in places.items()]
-    return said if len(said) <= MOST else [*said[:MOST], f"... and {len(said) - MOST:,} more things that are wrong"]
+    lines = [f"{first}: {what}{_also(others)}" for what, (first, *others) in places.items()]
+    return lines if len(lines) <= MOST else [*lines[:MOST], f"... and {len(lines) - MOST:,} more things that are wrong"]
 
 
 def _also(places: Sequence[str]) -> str:
@@ -118,10 +118,10 @@ class Tally:
         say(f"data: {self.line()}")
 
     def _count(self, result: Document | Dropped) -> None:
-        whole = result.length if isinstance(result, Dropped) else len(result.ids) + result.num_cut
-        unit = 1 << max(0, whole.bit_length() - 10)
-        self.lengths[whole // unit * unit] += 1
-        self.long += whole > self.max_length
+        length = result.length if isinstance(result, Dropped) else len(result.ids) + result.num_cut
+        unit = 1 << max(0, length.bit_length() - 10)
+        self.lengths[length // unit * unit] += 1
+        self.long += length > self.max_length
         if isinstance(result, Dropped):
             self.dropped[result.why] += 1
         else:
@@ -153,13 +153,15 @@ class Tally:
 def content(max_length: int, made: Iterable[tuple[list[Tally], list[str]]]) -> dict[str, Any]:
     """What is kept of what was ``made``: each source, and the lines about the files that were written."""
     sides, lines = zip(*made, strict=True)
-    sources = [{"line": one.line(), "lengths": dict(sorted(one.lengths.items()))} for side in sides for one in side]
-    said = [line for each in lines for line in each]
+    sources = [
+        {"line": tally.line(), "lengths": dict(sorted(tally.lengths.items()))} for side in sides for tally in side
+    ]
+    messages = [line for written in lines for line in written]
     hashes = [[tally.hashes.sorted() for tally in side] for side in sides]
-    if len(hashes) == 2 and (both := sum(among(each, hashes[1]) for each in hashes[0])):
-        said.append(f"data: {both:,} of the evaluation documents are trained on, too")
-    warnings = [line for side in sides for one in side if (line := one.warning())]
-    return {"max_length": max_length, "sources": sources, "lines": said, "warnings": warnings}
+    if len(hashes) == 2 and (shared := sum(among(numbers, hashes[1]) for numbers in hashes[0])):
+        messages.append(f"data: {shared:,} of the evaluation documents are trained on, too")
+    warnings = [line for side in sides for tally in side if (line := tally.warning())]
+    return {"max_length": max_length, "sources": sources, "lines": messages, "warnings": warnings}
 
 
 def text(report: Mapping[str, Any]) -> str:

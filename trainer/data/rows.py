@@ -65,22 +65,22 @@ def prepare(
 ) -> Prepared:
     """As ``deepstow.trainer.data.prepare.prepare``, for ``task``. ``model`` knows the labels."""
     data, seed = config.data, config.training.seed
-    if named := data.chat_template or data.chat_template_path:
+    if chosen_template := data.chat_template or data.chat_template_path:
         tokenizer.chat_template = find_template(data, tokenizer).text
-    sources, held = {"train": next(open_train(data))}, open_eval(data)
-    sources |= {"eval": held} if held else {}
+    sources, held_out = {"train": next(open_train(data))}, open_eval(data)
+    sources |= {"eval": held_out} if held_out else {}
     options = {"task": task.name, "labels": model.label2id, "template": tokenizer.chat_template}
     options |= {"problem": model.problem_type} if model.problem_type else {}
-    if code := codes([task, *(each for source in sources.values() for each in source.readers)]):
+    if code := codes([task, *(reader for source in sources.values() for reader in source.readers)]):
         options["code"] = code
     options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
 
     def contents(*, former: bool = False) -> Contents:
-        marks = [digest_of((one.former if former else one.identity)(True)) for one in sources.values()]
+        marks = [digest_of((source.former if former else source.identity)(True)) for source in sources.values()]
         text = digest_of(tokenizer.chat_template) if tokenizer.chat_template else ""
         words = digest_of(tokenizer_content(tokenizer, former=former))
         key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
-        return Contents(marks[0], marks[1] if held else "", words, text, key)
+        return Contents(marks[0], marks[1] if held_out else "", words, text, key)
 
     before = [source.identity(False) for source in sources.values()]
     made_of = contents()
@@ -97,13 +97,13 @@ def prepare(
     else:
         with added_folder(home) as draft:
             for side, source in sources.items():
-                made = _made(task, source, data, tokenizer, model, say)
-                _write(draft, side, made, data.eval_fraction if side == "train" else 0.0, seed, say)
+                features = _made(task, source, data, tokenizer, model, say)
+                _write(draft, side, features, data.eval_fraction if side == "train" else 0.0, seed, say)
             refuse_changed(sources.values(), before)
             seal(draft, KIND, {"fingerprint": key})
     train, evaluation = (_open(home, folder / f"{key}.used", side) for side in ("train", "eval"))
     assert train is not None
-    template = tokenizer.chat_template if named else None
+    template = tokenizer.chat_template if chosen_template else None
     return Prepared(train, evaluation, task.name, made_of, chat_template=template)
 
 
@@ -116,70 +116,70 @@ def texts(task: Task, data: DataSection) -> Iterator[str]:
     """All strings of the training data, to train a tokenizer on."""
     source = next(open_train(data))
     columns = columns_of(task, data, source)
-    read = [column for name, column in columns.items() if name != "label"]
-    yield from strings(source.rows(columns.values()), read)
+    text_columns = [column for name, column in columns.items() if name != "label"]
+    yield from strings(source.rows(columns.values()), text_columns)
 
 
 def columns_of(task: Task, data: DataSection, source: Source) -> dict[str, str]:
     """The column of each field. Raise DataError if one that every row needs is missing."""
-    found, given = dict[str, str](), {str(name): column for name, column in data.columns.items()}
-    refuse_unknown(given, [field.name for field in task.fields], f"task {task.name}")
+    columns, mapping = dict[str, str](), {str(name): column for name, column in data.columns.items()}
+    refuse_unknown(mapping, [field.name for field in task.fields], f"task {task.name}")
     for table in source.tables:
-        there = ", ".join(table.columns)
+        present = ", ".join(table.columns)
         for name, _, required, _ in task.fields:
-            column = given.get(name, name)
+            column = mapping.get(name, name)
             if column in table.columns:
-                found[name] = column
-            elif required or name in given:
+                columns[name] = column
+            elif required or name in mapping:
                 all_of = " + ".join(field.name for field in task.fields if field.required)
                 hint = nearest(column, table.columns) or f"; data.columns says which column it is: {{{name}: ...}}"
-                raise DataError(f"{table.name}: task {task.name} needs {all_of}, no {column!r} in {there}{hint}")
-    return found
+                raise DataError(f"{table.name}: task {task.name} needs {all_of}, no {column!r} in {present}{hint}")
+    return columns
 
 
 def _made(
     task: Task, source: Source, data: DataSection, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, say: Say
 ) -> Iterator[dict[str, Any]]:
     """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
-    columns, bad, same, num_after_bad = columns_of(task, data, source), list[str](), list[str](), 0
+    columns, bad, ties, num_after_bad = columns_of(task, data, source), list[str](), list[str](), 0
     number = 0
     for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
-        found = [(row.place, _fields(task, columns, row)) for row in batch]
-        bad += [f"{place}: {values}" for place, values in found if isinstance(values, str)]
-        good = [(place, values) for place, values in found if not isinstance(values, str)]
-        made = task.features([values for _, values in good], tokenizer, model, data) if good else []
+        checked = [(row.place, _fields(task, columns, row)) for row in batch]
+        bad += [f"{place}: {values}" for place, values in checked if isinstance(values, str)]
+        good = [(place, values) for place, values in checked if not isinstance(values, str)]
+        features = task.features([values for _, values in good], tokenizer, model, data) if good else []
         speaks = {field.name for field in task.fields if field.chats}  # of those that may be messages
         spoken = [
             {name: value for name in speaks if isinstance(value := values.get(name), list)}
-            for values in made
+            for values in features
             if isinstance(values, dict)
         ]
         if any(spoken):
             template = find_template(data, tokenizer)
-            for said in spoken:  # TRL renders them, without bounds
-                prompt = said.pop("prompt", [])
-                for messages in said.values() or [[]]:
+            for chat in spoken:  # TRL renders them, without bounds
+                prompt = chat.pop("prompt", [])
+                for messages in chat.values() or [[]]:
                     template.try_out([*prompt, *messages])
-        pairs = zip(good, made, strict=True)
-        number += len(made)
-        same += [place for place, values in good if "chosen" in values and values["chosen"] == values["rejected"]]
+        pairs = zip(good, features, strict=True)
+        number += len(features)
+        ties += [place for place, values in good if "chosen" in values and values["chosen"] == values["rejected"]]
         bad += [f"{place}: {line}" for (place, _), line in pairs if isinstance(line, str)]
         if not bad:
-            yield from (row for row in made if not isinstance(row, str))
+            yield from (row for row in features if not isinstance(row, str))
         num_after_bad += len(batch) * bool(bad)
         if num_after_bad > PATIENCE:
             break
     if bad:
-        every = (row.values for row in islice(source.rows(list(columns.values())), data.limit))
-        fields = ({name: row.get(columns[name]) for name in columns} for row in every if not isinstance(row, str))
+        raw_rows = (row.values for row in islice(source.rows(list(columns.values())), data.limit))
+        fields = ({name: row.get(columns[name]) for name in columns} for row in raw_rows if not isinstance(row, str))
         cure = task.cure(fields, model)
         raise DataError([f"{source.name}: {cure}"] if cure else by_cause(bad))
-    if same:
-        what = f"chosen and rejected are the same in {len(same):,} of {number:,} rows, the first at {same[0]}"
-        if len(same) == number:
+    if ties:
+        what = f"chosen and rejected are the same in {len(ties):,} of {number:,} rows, the first at {ties[0]}"
+        if len(ties) == number:
             raise DataError(f"{source.name}: {what}: there is nothing to prefer; are the two columns the right ones?")
         line = f"data: {what}: no preference"
-        say(warning(line) if len(same) * MANY > number else line)
+        say(warning(line) if len(ties) * MANY > number else line)
 
 
 def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] | str:
@@ -192,8 +192,8 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
         if not required and name not in columns:
             continue
         if kinds and type(value) not in kinds:
-            wanted = " or ".join(kind(each()) for each in kinds)
-            return f"field {name!r} is {kind(value)}; every row needs {wanted}"
+            allowed = " or ".join(kind(choice()) for choice in kinds)
+            return f"field {name!r} is {kind(value)}; every row needs {allowed}"
         if any(map(SURROGATE.search, strings_in(value))):
             return f"field {name!r} {NO_TEXT}"
         if chats and isinstance(value, list):
@@ -207,20 +207,20 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
 
 def _write(draft: Path, side: str, rows: Iterable[dict[str, Any]], held_out: float, seed: int, say: Say) -> None:
     """Write the rows of ``side``, and a share of ``held_out`` of them as those of the evaluation."""
-    whole = draft / "whole.arrow"
-    _save(whole, rows)
-    made = Dataset.from_file(str(whole))
+    unsplit = draft / "whole.arrow"
+    _save(unsplit, rows)
+    dataset = Dataset.from_file(str(unsplit))
     if not held_out:
-        whole.rename(draft / f"{side}.arrow")
-        say(f"data: {side}: {len(made):,} rows of {', '.join(made.column_names)}")
+        unsplit.rename(draft / f"{side}.arrow")
+        say(f"data: {side}: {len(dataset):,} rows of {', '.join(dataset.column_names)}")
         return
-    if len(made) == 1:
+    if len(dataset) == 1:
         raise DataError("data.eval_fraction: the data has one row; use data.eval_path")
-    spans = packing.whole(np.broadcast_to(np.int32(1), len(made)))
+    spans = packing.whole(np.broadcast_to(np.int32(1), len(dataset)))
     for name, chosen in zip((side, "eval"), packing.split(spans, held_out, seed), strict=True):
-        _save(draft / f"{name}.arrow", made.select(chosen[:, 0]))
-        say(f"data: {name}: {len(chosen):,} rows of {', '.join(made.column_names)}")
-    whole.unlink()
+        _save(draft / f"{name}.arrow", dataset.select(chosen[:, 0]))
+        say(f"data: {name}: {len(chosen):,} rows of {', '.join(dataset.column_names)}")
+    unsplit.unlink()
 
 
 def _save(path: Path, rows: Iterable[Any]) -> None:

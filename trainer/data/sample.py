@@ -39,8 +39,8 @@ def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 
 def _document(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
     trained, masked = (f"{_GREEN}{{}}{_PLAIN}", f"{_DIM}{{}}{_PLAIN}") if colour else ("{}", "[masked: {}]")
     runs = groupby(zip(ids, labels, strict=True), key=lambda pair: masked if pair[1] == MASKED else trained)
-    parts = [shown.format(_text([token for token, _ in run], tokenizer)) for shown, run in runs]
-    return ("" if colour else " ").join(parts)
+    texts = [shown.format(_text([token for token, _ in run], tokenizer)) for shown, run in runs]
+    return ("" if colour else " ").join(texts)
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

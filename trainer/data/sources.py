@@ -71,8 +71,8 @@ class Source:
 
     def say_unread(self, columns: Collection[str], say: Callable[[str], None]) -> None:
         """Say which other columns there are than those that are read."""
-        if others := [name for name in self.tables[0].columns if name not in columns]:
-            say(f"data: {self.name}: columns that are not read: {', '.join(others)}")
+        if unread := [name for name in self.tables[0].columns if name not in columns]:
+            say(f"data: {self.name}: columns that are not read: {', '.join(unread)}")
 
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         """All rows, each with at least the columns that are ``wanted``, where it has them."""
@@ -94,12 +94,12 @@ def _files(root: Path, paths: Sequence[Path], asked: Reader | None = None) -> So
     """
     tables, readers = [], [asked or _reader(path) for path in paths]
     for path, reader in zip(paths, readers, strict=True):
-        read, broken = partial(reader.rows, path), list[str]()
-        for number, row in read(()):
+        read_rows, broken = partial(reader.rows, path), list[str]()
+        for number, row in read_rows(()):
             if isinstance(row, str):
                 broken.append(f"{path}:{number}: {row}")
             elif row:
-                tables.append(Table(str(path), tuple(row), read))
+                tables.append(Table(str(path), tuple(row), read_rows))
                 break
         else:
             raise DataError(broken[:5] or f"{path}: the file is empty; it has no rows")
@@ -134,19 +134,19 @@ def _contents(paths: Sequence[Path], exact: bool) -> list[str]:
 
 
 def _pydoc(name: str) -> Source:
-    columns, read = pydoc_rows.COLUMNS[name], partial(_read_pydoc, name)
-    content = repr([values for _, values in read(())])
+    columns, read_rows = pydoc_rows.COLUMNS[name], partial(_read_pydoc, name)
+    content = repr([values for _, values in read_rows(())])
     marks = ["pydoc", hashlib.sha256(content.encode()).hexdigest()]
-    known = partial(_known, marks)
-    return Source("pydoc", (Table("pydoc", columns, read),), known, known)
+    identity = partial(_known, marks)
+    return Source("pydoc", (Table("pydoc", columns, read_rows),), identity, identity)
 
 
 def _arrow(name: str, dataset: Any, marks: list[str], former: Callable[[bool], list[str]] | None = None) -> Source:
     """A ``datasets.Dataset`` or ``IterableDataset``: from the hub, or a folder written by ``save_to_disk``."""
     columns = dataset.column_names or next((list(row) for row in islice(dataset, 1)), [])
     table = Table(name, tuple(columns), partial(_read_arrow, dataset))
-    known = partial(_known, marks)
-    return Source(name, (table,), known, former or known, lambda: getattr(dataset, "num_rows", None))
+    identity = partial(_known, marks)
+    return Source(name, (table,), identity, former or identity, lambda: getattr(dataset, "num_rows", None))
 
 
 def _known(marks: list[str], exact: bool) -> list[str]:
@@ -166,7 +166,7 @@ def open_source(
     prefix of the config keys of this source, ``reader`` the one that the config names.
     """
     local = Path(path).expanduser()
-    suffix, known = local.suffix.lower(), READERS.names()
+    suffix, suffixes = local.suffix.lower(), READERS.names()
     if reader is not None and not local.exists():
         raise DataError(f"{key}path: {path} does not exist{nearest_file(local)}; data.reader reads files")
     if path == "pydoc":
@@ -180,8 +180,8 @@ def open_source(
     if not local.is_file():
         hint = nearest_file(local) or "; a hub name looks like owner/name"
         raise DataError(f"{key}path: {path} does not exist{hint}")
-    if reader is None and suffix not in known:
-        allowed = f"{', '.join(known)}{nearest(suffix, known) or '; data.reader names another reader'}"
+    if reader is None and suffix not in suffixes:
+        allowed = f"{', '.join(suffixes)}{nearest(suffix, suffixes) or '; data.reader names another reader'}"
         raise DataError(f"{path}: {local.suffix or 'no suffix'} is not a data format; allowed: {allowed}")
     if split != "train":
         raise DataError(f"{key}split: {split!r}: {path} is one file and has no splits")
@@ -196,23 +196,23 @@ def is_saved(folder: Path) -> bool:
 def _folder(folder: Path, split: str, key: str, reader: Reader | None) -> Source:
     if reader is None and is_saved(folder):
         return _saved(folder, split, key)
-    known, given = READERS.names(), (path for path in inside(folder) if path.name != _INFO)
-    readable = (path for path in given if reader is not None or path.suffix.lower() in known)
+    suffixes, paths = READERS.names(), (path for path in inside(folder) if path.name != _INFO)
+    readable = (path for path in paths if reader is not None or path.suffix.lower() in suffixes)
     files = [path for path in readable if not path.name.startswith(".") and path.is_file()]
     if not files:
-        raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(known)}")
+        raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(suffixes)}")
     words = {path: _SPLIT_WORD.search(path.relative_to(folder).with_suffix("").as_posix().lower()) for path in files}
     splits = {path: _SPLIT_ALIASES.get(word[1], word[1]) if word else None for path, word in words.items()}
-    named = [path for path in files if splits[path]]
-    if named and len(named) < len(files):
-        other = next(path for path in files if not splits[path])
-        raise DataError(f"{folder}: {named[0].name} names a split and {other.name} does not; rename or move one")
-    if named:
+    naming = [path for path in files if splits[path]]
+    if naming and len(naming) < len(files):
+        silent = next(path for path in files if not splits[path])
+        raise DataError(f"{folder}: {naming[0].name} names a split and {silent.name} does not; rename or move one")
+    if naming:
         files = [path for path in files if splits[path] == _SPLIT_ALIASES.get(split, split)]
     if not files:
-        found = ", ".join(sorted({word for word in splits.values() if word}))
-        raise DataError(f"{key}split: {split!r}: no file of {folder} is named so; found: {found}")
-    if not named and split != "train":
+        available = ", ".join(sorted({word for word in splits.values() if word}))
+        raise DataError(f"{key}split: {split!r}: no file of {folder} is named so; found: {available}")
+    if not naming and split != "train":
         raise DataError(f"{key}split: {split!r}: no file name in {folder} says which split it is")
     return _files(folder, files, reader)
 
@@ -231,7 +231,7 @@ def _saved(folder: Path, split: str, key: str) -> Source:
         data, home = data[split], folder / split
     # Rows are those of the files that the state lists, in that order; and columns and values are as it says besides.
     state = json.loads((home / _STATE).read_bytes())
-    shards = hashes(home / each["filename"] for each in state.pop("_data_files"))
+    shards = hashes(home / entry["filename"] for entry in state.pop("_data_files"))
     read_as = {name: value for name, value in state.items() if name not in ("_fingerprint", "_split")}
     marks = [digest_of([read_as, data.features.to_dict()]), *shards]
 
@@ -246,8 +246,8 @@ def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> 
     from datasets.naming import camelcase_to_snakecase
     from huggingface_hub import HfApi
 
-    owner, _, last = path.rpartition("/")
-    cached = Path(config.HF_DATASETS_CACHE, f"{owner}___{camelcase_to_snakecase(last)}").is_dir() and not streaming
+    owner, _, repo_name = path.rpartition("/")
+    cached = Path(config.HF_DATASETS_CACHE, f"{owner}___{camelcase_to_snakecase(repo_name)}").is_dir() and not streaming
     if not cached and (why := hub.unreachable()):
         what = "is neither here nor in the cache of Hugging Face datasets, and the hub cannot be reached"
         raise DataError(f"{key}path: {path} {what} ({why})")
@@ -270,5 +270,7 @@ def _cached(path: str, name: str | None, split: str) -> Any:
     """What ``load_dataset`` takes from its cache in the end, after it has asked the hub for 23 s."""
     from datasets.packaged_modules.cache.cache import Cache
 
-    last = path.rpartition("/")[2]
-    return Cache(repo_id=path, dataset_name=last, config_name=name, version="auto", hash="auto").as_dataset(split=split)
+    repo_name = path.rpartition("/")[2]
+    return Cache(repo_id=path, dataset_name=repo_name, config_name=name, version="auto", hash="auto").as_dataset(
+        split=split
+    )

@@ -43,28 +43,28 @@ def stream(source: Source, encoder: Encoder, say: Say) -> IterableDataset | Stre
     names = ["input_ids", "labels", "position_ids"] if encoder.options.packing else ["input_ids", "labels"]
     features = Features({name: List(Value("int32")) for name in names})
     arguments = {"source": source, "encoder": encoder, "say": say}
-    made: IterableDataset = IterableDataset.from_generator(_stream_rows, features=features, gen_kwargs=arguments)
-    return made if encoder.options.rows is None else Stream(made, encoder.options.rows)
+    dataset: IterableDataset = IterableDataset.from_generator(_stream_rows, features=features, gen_kwargs=arguments)
+    return dataset if encoder.options.rows is None else Stream(dataset, encoder.options.rows)
 
 
 def _stream_rows(source: Source, encoder: Encoder, say: Say) -> Iterator[dict[str, Tokens]]:
     """The rows of one pass: all, or as many as are declared."""
-    made, declared = 0, encoder.options.rows
+    count, declared = 0, encoder.options.rows
     while True:
-        before = made
+        earlier = count
         for row in _rows_once(source, encoder):
-            if made == declared:
-                if not before:
+            if count == declared:
+                if not earlier:
                     say(f"data.rows = {declared:,}: the data has more; the others are in no pass")
                 return
-            made += 1
+            count += 1
             yield row
-        if declared is None or made == declared:
+        if declared is None or count == declared:
             return
-        if not made:
+        if not count:
             raise DataError(f"{source.name}: there are no rows")
-        if not before:
-            say(f"data.rows = {declared:,}: the data has {made:,}, so that each pass takes its first rows again")
+        if not earlier:
+            say(f"data.rows = {declared:,}: the data has {count:,}, so that each pass takes its first rows again")
 
 
 def _rows_once(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:

@@ -76,15 +76,15 @@ def trained(
     """The tokenizer in ``folder/tokenizer``; trained first if there is none of this size, or smaller on small data, of
     the texts with this ``mark``. Another one is an earlier run's, and stays.
     """
-    asked = {"vocab_size": vocab_size, "texts": mark}
-    home, asked = _home(folder, asked, resumes=resumes)
-    if not intact(home, KIND, asked):
-        made = _train(vocab_size, texts)
-        if home.exists() and not intact(home, KIND, asked):  # another rank may have finished meanwhile
+    about = {"vocab_size": vocab_size, "texts": mark}
+    home, about = _home(folder, about, resumes=resumes)
+    if not intact(home, KIND, about):
+        fresh = _train(vocab_size, texts)
+        if home.exists() and not intact(home, KIND, about):  # another rank may have finished meanwhile
             shutil.rmtree(home)
         with added_folder(home) as draft:
-            made.save_pretrained(draft)
-            seal(draft, KIND, asked)
+            fresh.save_pretrained(draft)
+            seal(draft, KIND, about)
     try:
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
     except Exception as error:  # they have no common type; the files were whole just now
@@ -96,18 +96,18 @@ def _home(folder: Path, asked: dict[str, Any], *, resumes: bool) -> tuple[Path, 
     """Where the tokenizer that is asked for is, or will be, and what its manifest says; that of a run which is resumed
     may be of other texts, or of a release that named none.
     """
-    there = {}
+    manifests = {}
     for home in (folder / "tokenizer", *sorted(folder.glob("tokenizer-*"))):
         with suppress(Damaged):
-            there[home] = dict(read(home, KIND).about)
-    for home, about in there.items():
+            manifests[home] = dict(read(home, KIND).about)
+    for home, about in manifests.items():
         if about == asked:
             return home, asked
-    for home, about in there.items():
+    for home, about in manifests.items():
         if resumes and about.get("vocab_size") == asked["vocab_size"]:
             return home, about
     usual = folder / "tokenizer"
-    return (folder / f"tokenizer-{digest_of(asked)[:8]}" if usual in there else usual), asked
+    return (folder / f"tokenizer-{digest_of(asked)[:8]}" if usual in manifests else usual), asked
 
 
 def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -120,11 +120,11 @@ def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    rest = iter(texts)
-    first = next(rest, None)
+    remaining = iter(texts)
+    first = next(remaining, None)
     if first is None:
         raise DataError("model.tokenizer: the data holds no text to train a tokenizer on; name a tokenizer")
-    bpe.train_from_iterator(itertools.chain([first], rest), trainer)
+    bpe.train_from_iterator(itertools.chain([first], remaining), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS)
     tokenizer.chat_template = CHATML
     return tokenizer

@@ -130,8 +130,8 @@ class Instruction(Format):
     answers = True
 
     def segments(self, row: Mapping[str, Any]) -> list[Segment]:
-        given = row.get("input", "").strip()
-        below = f"### Input\n{given}\n\n" if given else ""
+        context = row.get("input", "").strip()
+        below = f"### Input\n{context}\n\n" if context else ""
         prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{below}### Response\n"
         return [(prompt, False), (row["output"], True)]
 

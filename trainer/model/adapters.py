@@ -34,20 +34,20 @@ def config_of(folder: str, task_type: str, dropout: float) -> Any:
     """peft's config of a saved adapter that is trained on. Raise ConfigError for what is not trained here."""
     from peft import LoraConfig
 
-    said = f"model.adapter = {folder!r}"
+    option = f"model.adapter = {folder!r}"
     try:
-        found: Any = LoraConfig.from_pretrained(folder)
+        saved: Any = LoraConfig.from_pretrained(folder)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{said}: peft cannot read its configuration: {first_line(error)}") from None
-    if found.task_type not in (None, task_type):
-        what = f"it is an adapter for {found.task_type}, and the task needs one for {task_type}"
-        raise ConfigError(f"{said}: {what}; {MERGE}")
+        raise ConfigError(f"{option}: peft cannot read its configuration: {first_line(error)}") from None
+    if saved.task_type not in (None, task_type):
+        what = f"it is an adapter for {saved.task_type}, and the task needs one for {task_type}"
+        raise ConfigError(f"{option}: {what}; {MERGE}")
     usual = LoraConfig().to_dict()
-    for key, value in found.to_dict().items():
+    for key, value in saved.to_dict().items():
         if key not in TAKEN and value != usual.get(key) and not (key == "init_lora_weights" and value in INITIAL):
-            raise ConfigError(f"{said}: it has {key} = {value!r}, with which training does not go on here; {MERGE}")
-    found.inference_mode, found.task_type, found.lora_dropout = False, task_type, dropout
-    return found
+            raise ConfigError(f"{option}: it has {key} = {value!r}, with which training does not go on here; {MERGE}")
+    saved.inference_mode, saved.task_type, saved.lora_dropout = False, task_type, dropout
+    return saved
 
 
 def load(model: Any, folder: str) -> None:
@@ -58,19 +58,19 @@ def load(model: Any, folder: str) -> None:
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
-    said, path = f"model.adapter = {folder!r}", Path(folder) / "adapter_model.safetensors"
-    named = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
-    wanted = {name: tuple(each.shape) for name, each in named.items()}
+    option, path = f"model.adapter = {folder!r}", Path(folder) / "adapter_model.safetensors"
+    params = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
+    needed = {name: tuple(param.shape) for name, param in params.items()}
     try:
         with safe_open(path, "pt") as file:
             saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{said}: {path.name} cannot be read: {first_line(error)}; copy it anew") from None
-    for name in sorted(wanted.keys() | saved.keys()):
-        if wanted.get(name) != saved.get(name):
-            has, needs = (f"has {each}" if each else "has none" for each in (saved.get(name), wanted.get(name)))
+        raise ConfigError(f"{option}: {path.name} cannot be read: {first_line(error)}; copy it anew") from None
+    for name in sorted(needed.keys() | saved.keys()):
+        if needed.get(name) != saved.get(name):
+            has, needs = (f"has {shape}" if shape else "has none" for shape in (saved.get(name), needed.get(name)))
             what = f"of {name.removeprefix(PREFIX)} the adapter {has}, and the model {needs}"
-            raise ConfigError(f"{said}: {what}; name the base that it was trained on in model.name_or_path")
+            raise ConfigError(f"{option}: {what}; name the base that it was trained on in model.name_or_path")
     if not next(model.parameters()).is_meta:
         set_peft_model_state_dict(model, load_file(path))
 
@@ -86,9 +86,9 @@ def loraplus_groups(model: nn.Module, ratio: float) -> dict[str, int]:
     """The number of the group that each trained parameter is in under LoRA+."""
     import torch
 
-    made = loraplus(model, torch.optim.SGD, ratio, 0.0, lr=1.0)
+    optim = loraplus(model, torch.optim.SGD, ratio, 0.0, lr=1.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(each)]: number for number, group in enumerate(made.param_groups) for each in group["params"]}
+    return {names[id(param)]: number for number, group in enumerate(optim.param_groups) for param in group["params"]}
 
 
 def merged(model: Any) -> PreTrainedModel:
@@ -129,10 +129,10 @@ def _weights(model: Any) -> dict[str, Any]:
 
     from deepstow.strategies.engine.tensors.quantised import is_quantised
 
-    found = {}
+    weights = {}
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
-            whole = dequantize_bnb_weight(weight, getattr(module, "state", None)) if is_quantised(weight) else weight
-            whole = whole.detach().cpu()
-            found[f"{path}.{name}"] = whole.to(model.dtype) if is_quantised(weight) else whole
-    return found
+            value = dequantize_bnb_weight(weight, getattr(module, "state", None)) if is_quantised(weight) else weight
+            value = value.detach().cpu()
+            weights[f"{path}.{name}"] = value.to(model.dtype) if is_quantised(weight) else value
+    return weights

@@ -35,14 +35,14 @@ def save(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor], piec
         OSError: the disk has no room for the pieces.
         DiskError: the disk has not given them back as they were.
     """
-    found = None if hasattr(model, "peft_config") else taken_apart(model, state, pieces)
+    tensors = None if hasattr(model, "peft_config") else taken_apart(model, state, pieces)
     pieces.settle()
-    if found is None:
+    if tensors is None:
         model.save_pretrained(folder, state_dict=dict(state))
     else:
-        model.save_pretrained(folder, state_dict=found, save_original_format=False)
+        model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
         pieces.refuse_damaged()
-    return found is not None
+    return tensors is not None
 
 
 def taken_apart(
@@ -52,22 +52,22 @@ def taken_apart(
     of several.
     """
     unsaved = model._keys_to_ignore_on_save or ()
-    known: Any = {name: value for name, value in state.items() if name not in unsaved}
-    known = remove_tied_weights_from_state_dict(known, model)
-    empty = {name: torch.empty_like(value, device="meta") for name, value in known.items()}
-    written = revert_weight_conversion(model, dict(empty))
+    saved: Any = {name: value for name, value in state.items() if name not in unsaved}
+    saved = remove_tied_weights_from_state_dict(saved, model)
+    empty = {name: torch.empty_like(value, device="meta") for name, value in saved.items()}
+    original = revert_weight_conversion(model, dict(empty))
     name_of = {id(value): name for name, value in empty.items()}
-    as_it_is = {name: name_of[id(value)] for name, value in written.items() if id(value) in name_of}
+    as_it_is = {name: name_of[id(value)] for name, value in original.items() if id(value) in name_of}
     changed = [name for name in empty if name not in as_it_is.values()]
-    made = [each for name in changed for each in revert_weight_conversion(model, {name: empty[name]}).items()]
-    expected = sorted((name, value.shape) for name, value in written.items() if name not in as_it_is)
-    if not changed or sorted((name, value.shape) for name, value in made) != expected:
+    items = [item for name in changed for item in revert_weight_conversion(model, {name: empty[name]}).items()]
+    expected = sorted((name, value.shape) for name, value in original.items() if name not in as_it_is)
+    if not changed or sorted((name, value.shape) for name, value in items) != expected:
         return None
-    found = {name: known[source] for name, source in as_it_is.items()}
+    tensors = {name: saved[source] for name, source in as_it_is.items()}
     for name in changed:
-        for piece, value in revert_weight_conversion(model, {name: known[name]}).items():
-            found[piece] = place(value)
-    return {name: found[name] for name in written}
+        for piece, value in revert_weight_conversion(model, {name: saved[name]}).items():
+            tensors[piece] = place(value)
+    return {name: tensors[name] for name in original}
 
 
 def opened(folder: Path, reload: Callable[..., PreTrainedModel], place: Spilled) -> PreTrainedModel:

@@ -48,7 +48,7 @@ def prepare(section: ModelSection, model: PreTrainedModel) -> None:
 
 def takes_documents(config: RunConfig) -> bool:
     """Whether attention computes documents of packed rows one by one, and so has to know how long they are."""
-    divided = any(Axis.SEQUENCE in each.divides() for each in config.strategies.values())
+    divided = any(Axis.SEQUENCE in strategy.divides() for strategy in config.strategies.values())
     return divided or config.model.attn_implementation == VARLEN
 
 
@@ -108,7 +108,7 @@ def check(config: RunConfig, model: PreTrainedModel) -> None:
 
 def refuses_model(config: RunConfig, hf_config: PretrainedConfig) -> Iterator[Refusal]:
     """Liger's kernels in a model whose memory is planned, of a family that has not been compared."""
-    beside = [name for name, each in config.strategies.items() if each.phase in (Phase.KEEP, Phase.WHERE)]
+    beside = [name for name, strategy in config.strategies.items() if strategy.phase in (Phase.KEEP, Phase.WHERE)]
     if config.training.use_liger_kernel and beside and hf_config.model_type not in LIGER:
         what = f"strategies.{beside[0]} was compared with it for {', '.join(LIGER)}, not for {hf_config.model_type}"
         yield Refusal("training.use_liger_kernel", True, f"{what}; leave it out")
@@ -129,11 +129,11 @@ def refusals(config: RunConfig, *, on_cpu: bool) -> Iterator[Refusal]:
     if name in FLASH:
         from transformers.utils import import_utils
 
-        found = getattr(import_utils, f"is_flash_attn_{name[-1]}_available")() or import_utils.is_kernels_available()
+        present = getattr(import_utils, f"is_flash_attn_{name[-1]}_available")() or import_utils.is_kernels_available()
         rounds = training.bf16 or training.fp16 or config.model.dtype != "float32"
         if on_cpu:
             yield Refusal(KEY, name, f"runs on a GPU only, and there is none; {ELSE}")
-        elif not found:
+        elif not present:
             what = f"needs the package {FLASH[name]} or kernels; install one with: pip install kernels; or {ELSE}"
             yield Refusal(KEY, name, what)
         elif not rounds:

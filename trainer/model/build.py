@@ -56,10 +56,10 @@ def config_of(config: RunConfig) -> PretrainedConfig:
     """The configuration of the model that is trained. ConfigError: there is none, or a recipe cannot change it so."""
     tokenizer = config.model.tokenizer
     trained = None if tokenizer is None or isinstance(tokenizer, str) else tokenizer  # which is yet to be
-    found = load_config(config.model, None if trained is None else trained.vocab_size)
+    hf_config = load_config(config.model, None if trained is None else trained.vocab_size)
     for recipe in config.switched_on:
-        found = recipe.model_config(found, config)
-    return found
+        hf_config = recipe.model_config(hf_config, config)
+    return hf_config
 
 
 def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConfig:
@@ -153,10 +153,10 @@ def _refused(section: ModelSection, error: Exception) -> str:
         )
     if Path(str(section.name_or_path)).exists():
         return f"model.name_or_path = {section.name_or_path!r}: the folder holds no model ({lines[0]})"
-    said = f"model.name_or_path = {section.name_or_path!r}: there is no such folder here"
+    lead = f"model.name_or_path = {section.name_or_path!r}: there is no such folder here"
     if why := hub.unreachable():
-        return f"{said}, the cache of the Hugging Face hub has no such model, and the hub cannot be reached ({why})"
-    return f"{said}, and no such model on the Hugging Face hub can be reached ({lines[0]})"
+        return f"{lead}, the cache of the Hugging Face hub has no such model, and the hub cannot be reached ({why})"
+    return f"{lead}, and no such model on the Hugging Face hub can be reached ({lines[0]})"
 
 
 def build(
@@ -197,15 +197,15 @@ def build(
             options["device_map"] = "meta"
         if untied and tying.config_says(config, task, untied):
             options[tying.KEY] = False
-        model, found = _loaded(section, auto, options, partitioned=partitioned)
+        model, loading = _loaded(section, auto, options, partitioned=partitioned)
         if on_meta:
             tying.untie(model, untied)
-        refuse_unsaved(section, found["missing_keys"], task)
+        refuse_unsaved(section, loading["missing_keys"], task)
     else:
-        own = deepcopy(config)  # Transformers derives the model's generation config from this one
+        own_config = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
-        set_use_cache(own, getattr(as_given, "use_cache", None))
-        make = partial(auto.from_config, own, dtype=dtype, **chosen)
+        set_use_cache(own_config, getattr(as_given, "use_cache", None))
+        make = partial(auto.from_config, own_config, dtype=dtype, **chosen)
         model = make() if partitioned else _without_values(make) if on_meta else _random_weights(make, seed)
         if section.quantization_config is not None:
             quantise.quantise(model, section.quantization_config)
@@ -227,7 +227,7 @@ def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partit
 
     from safetensors import SafetensorError
 
-    said = f"model.name_or_path = {section.name_or_path!r}"
+    option = f"model.name_or_path = {section.name_or_path!r}"
     of_files = (
         UnpicklingError,
         SafetensorError,
@@ -239,7 +239,7 @@ def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partit
         OSError,
     )
     try:
-        model, found = auto.from_pretrained(
+        model, loading = auto.from_pretrained(
             section.name_or_path,
             trust_remote_code=section.trust_remote_code,
             output_loading_info=True,
@@ -249,15 +249,15 @@ def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partit
     except of_files as error:
         if getattr(error, "errno", None) is not None:  # of the disk
             raise
-        raise ConfigError(f"{said}: its weights cannot be loaded: {first_line(error)}") from None
-    if other := sorted(found["mismatched_keys"]):
-        name, saved, wanted = other[0]
-        what = f"is {tuple(saved)} in its files, and {tuple(wanted)} by its config.json"
-        raise ConfigError(f"{said}: {name} {what}; bring back the config that it was saved with")
-    if lost := sorted(name for name in found["missing_keys"] if re.match(r"(\w+\.)*(layers|h|blocks?)\.\d+\.", name)):
+        raise ConfigError(f"{option}: its weights cannot be loaded: {first_line(error)}") from None
+    if mismatched := sorted(loading["mismatched_keys"]):
+        name, saved, expected = mismatched[0]
+        what = f"is {tuple(saved)} in its files, and {tuple(expected)} by its config.json"
+        raise ConfigError(f"{option}: {name} {what}; bring back the config that it was saved with")
+    if lost := sorted(name for name in loading["missing_keys"] if re.match(r"(\w+\.)*(layers|h|blocks?)\.\d+\.", name)):
         what = f"its files have no {lost[0]}, and {len(lost)} weights of its layers would be random"
-        raise ConfigError(f"{said}: {what}; bring back the config that it was saved with, or the files")
-    return model, found
+        raise ConfigError(f"{option}: {what}; bring back the config that it was saved with, or the files")
+    return model, loading
 
 
 def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
@@ -292,11 +292,11 @@ def forget_marks(model: PreTrainedModel) -> None:
 
 def refuse_uninitialised(model: PreTrainedModel, versions: Mapping[str, int]) -> None:
     """Raise ConfigError if a tensor was not written since its version was looked at."""
-    left = [name for name, tensor in tensors_of(model) if tensor._version == versions[name]]
-    if left:
+    unset = [name for name, tensor in tensors_of(model) if tensor._version == versions[name]]
+    if unset:
         raise ConfigError(
-            f"model.config.model_type = {model.config.model_type!r}: Transformers gives {len(left)} of its tensors no "
-            f"initial values ({left[0]}, ...); start from saved weights with model.name_or_path"
+            f"model.config.model_type = {model.config.model_type!r}: Transformers gives {len(unset)} of its tensors no "
+            f"initial values ({unset[0]}, ...); start from saved weights with model.name_or_path"
         )
 
 
@@ -333,8 +333,8 @@ def refuse_unsaved(section: ModelSection, missing: Collection[str], task: Task) 
     if section.lora is None or section.merges:
         return
     # peft trains these of a task with labels by itself.
-    kept = {*(section.lora.modules_to_save or ()), *(("classifier", "score") if task.adapters in WITH_HEAD else ())}
-    if lost := sorted({name.rpartition(".")[0] for name in missing if not kept & {*name.split(".")}}):
+    exported = {*(section.lora.modules_to_save or ()), *(("classifier", "score") if task.adapters in WITH_HEAD else ())}
+    if lost := sorted({name.rpartition(".")[0] for name in missing if not exported & {*name.split(".")}}):
         raise ConfigError(
             f"model.lora: {section.name_or_path} has no weights for {', '.join(lost)}, and adapters hold none, so that "
             f"random ones would be lost; write model.lora.export: merged"
@@ -366,7 +366,7 @@ def with_lora(
     not installed, or no module matches ``target_modules``, or a quantised one is to be trained in full, or the adapter
     is not one of this model.
     """
-    wanted = lora_config(section, task, adapter)
+    peft_config = lora_config(section, task, adapter)
     from peft import get_peft_model
 
     from deepstow.strategies.engine.tensors.quantised import is_quantised
@@ -383,7 +383,7 @@ def with_lora(
         with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", ".*base_model_name_or_path", UserWarning)  # of a base that has moved
-            adapted: Any = get_peft_model(model, wanted)
+            adapted: Any = get_peft_model(model, peft_config)
     except ValueError as error:
         raise ConfigError(
             f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "

@@ -33,18 +33,18 @@ class NotCompilable(Exception):
 @contextmanager
 def as_graphs(model: nn.Module) -> Iterator[None]:
     """Inside, compiled blocks of ``model`` run their graphs operator by operator."""
-    found = [each for block in find_blocks(model).values() if (each := compiled(block)) is not None]
-    runs = {each: each.run for each in found}
+    runners = [runner for block in find_blocks(model).values() if (runner := compiled(block)) is not None]
+    runs = {runner: runner.run for runner in runners}
     shared: dict[Callable[..., Any], ByOperator] = {}
-    for each in found:
-        own = type(each.block).forward
-        each.run = shared.setdefault(own, ByOperator(own, each.backend))
+    for runner in runners:
+        forward = type(runner.block).forward
+        runner.run = shared.setdefault(forward, ByOperator(forward, runner.backend))
     try:
         yield
     finally:
-        for each, run in runs.items():
-            each.run = run
-        if found:
+        for runner, run in runs.items():
+            runner.run = run
+        if runners:
             torch._dynamo.reset()  # what was traced here would count against the limit of compiled versions
 
 

@@ -44,15 +44,15 @@ ABOVE_0 = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"}
 
 def check(config: RunConfig, built: PretrainedConfig) -> None:
     """Raise ConfigError with a line for each key of ``model.config`` that ``built``, made from it, cannot mean."""
-    given = config.model.config or {}
-    found = [*_unknown(given, built), *_impossible(given, built)]
-    made = getattr(built, "quantization_config", None)
-    if made is not None:
-        method = made.get("quant_method") if isinstance(made, dict) else getattr(made, "quant_method", made)
+    written = config.model.config or {}
+    problems = [*_unknown(written, built), *_impossible(written, built)]
+    quant = getattr(built, "quantization_config", None)
+    if quant is not None:
+        method = quant.get("quant_method") if isinstance(quant, dict) else getattr(quant, "quant_method", quant)
         what = f"its weights are quantised already ({method}); name the model that they were made from, and write "
         raise config.error("model.name_or_path", config.model.name_or_path, f"{what}model.quantization_config")
-    if found:
-        errors = [config.error(f"model.config.{key}", given[key], what) for key, what in found]
+    if problems:
+        errors = [config.error(f"model.config.{key}", written[key], what) for key, what in problems]
         raise ConfigError(line for error in errors for line in error.lines)
 
 
@@ -75,7 +75,7 @@ def impossible(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any
         yield f"{at}{experts[0]}", experts[1], what
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from (found for found in impossible(value, f"{at}{key}."))
+            yield from (inner for inner in impossible(value, f"{at}{key}."))
 
 
 def _leaves(tree: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
@@ -83,9 +83,9 @@ def _leaves(tree: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if key not in ("id2label", "label2id"):
             in_list = value if isinstance(value, list) else [value]
-            yield from ((f"{at}{key}", each) for each in in_list if not isinstance(each, dict))
+            yield from ((f"{at}{key}", item) for item in in_list if not isinstance(item, dict))
             if key.strip("_") in CODE and isinstance(value, dict):
-                yield from ((f"{at}{key}", each) for each in value.values())
+                yield from ((f"{at}{key}", item) for item in value.values())
 
 
 def most_of(name: str) -> int | None:
@@ -106,14 +106,14 @@ def keys_of(built: PretrainedConfig) -> set[str]:
 
 
 def _unknown(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
-    known = keys_of(built)
+    keys = keys_of(built)
     # Others were consumed by the class.
-    found = [key for key, value in given.items() if key not in known and key in vars(built) and value is not None]
-    if found:
-        known |= read_by_model(built)
-    for key in found:
-        if key not in known:
-            yield key, f"unknown key of {built.model_type}{nearest(key, known)}"
+    unknown = [key for key, value in given.items() if key not in keys and key in vars(built) and value is not None]
+    if unknown:
+        keys |= read_by_model(built)
+    for key in unknown:
+        if key not in keys:
+            yield key, f"unknown key of {built.model_type}{nearest(key, keys)}"
 
 
 def read_by_model(built: PretrainedConfig) -> set[str]:

@@ -30,8 +30,8 @@ def contents(name: str, hf_config: Any) -> str:
     if not Path(name).is_dir():
         return digest_of([name, getattr(hf_config, "_commit_hash", None)])
     files = [path for path in sorted(Path(name).iterdir()) if path.suffix in (".json", ".safetensors", ".bin", ".py")]
-    found = zip(files, hashes(files), strict=True)
-    return digest_of([[path.name, path.stat().st_size, sha256] for path, sha256 in found])
+    hashed = zip(files, hashes(files), strict=True)
+    return digest_of([[path.name, path.stat().st_size, sha256] for path, sha256 in hashed])
 
 
 def weights(section: ModelSection, hf_config: Any, seed: int) -> str:
@@ -44,8 +44,8 @@ def weights(section: ModelSection, hf_config: Any, seed: int) -> str:
     if name is None:
         return digest_of(["random", seed])
     try:
-        found = _weights(name, hf_config)
-        return found if section.adapter is None else digest_of([found, *hashes(_of_adapter(section.adapter))])
+        digest = _weights(name, hf_config)
+        return digest if section.adapter is None else digest_of([digest, *hashes(_of_adapter(section.adapter))])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = (
             f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else "the list of its files is damaged"
@@ -61,7 +61,7 @@ def stamps(section: ModelSection, hf_config: Any) -> list[list[int]]:
 
 
 def _of_adapter(folder: str) -> list[Path]:
-    return [path for path in (Path(folder) / each for each in (ADAPTERS, *OF_ADAPTERS)) if path.is_file()]
+    return [path for path in (Path(folder) / name for name in (ADAPTERS, *OF_ADAPTERS)) if path.is_file()]
 
 
 def _weights(name: str, hf_config: Any) -> str:
@@ -70,21 +70,21 @@ def _weights(name: str, hf_config: Any) -> str:
         return digest_of(["commit", getattr(hf_config, "_commit_hash", None)])
     base: list[str] = []
     if (folder / ADAPTERS).is_file():  # beside weights of its own, or those of another model
-        under = json.loads((folder / ADAPTERS).read_bytes()).get("base_model_name_or_path")
-        base = [_weights(under, hf_config)] if under and not _files(folder, hf_config) else []
-        base += hashes(path for path in (folder / each for each in OF_ADAPTERS) if path.is_file())
+        base_name = json.loads((folder / ADAPTERS).read_bytes()).get("base_model_name_or_path")
+        base = [_weights(base_name, hf_config)] if base_name and not _files(folder, hf_config) else []
+        base += hashes(path for path in (folder / file for file in OF_ADAPTERS) if path.is_file())
     return digest_of([*base, *hashes(_files(folder, hf_config))])
 
 
 def _files(folder: Path, hf_config: Any) -> list[Path]:
     """The files of weights that Transformers reads, in order; none where there are only adapters."""
-    named = getattr(hf_config, "transformers_weights", None)
-    found = next((path for path in (folder / each for each in (named, *FORMS) if each) if path.is_file()), None)
-    if found is None:
+    declared = getattr(hf_config, "transformers_weights", None)
+    chosen = next((path for path in (folder / name for name in (declared, *FORMS) if name) if path.is_file()), None)
+    if chosen is None:
         return []
-    if found.suffix != ".json":
-        return [found]
-    return [folder / each for each in sorted(set(json.loads(found.read_bytes())["weight_map"].values()))]
+    if chosen.suffix != ".json":
+        return [chosen]
+    return [folder / file for file in sorted(set(json.loads(chosen.read_bytes())["weight_map"].values()))]
 
 
 def code(section: ModelSection, hf_config: Any) -> str:
@@ -95,14 +95,14 @@ def code(section: ModelSection, hf_config: Any) -> str:
     folders = [Path(name)] if Path(name).is_dir() else []
     commits = [] if folders else [getattr(hf_config, "_commit_hash", None)]
     for reference in sorted(set(_classes(getattr(hf_config, "auto_map", None) or {}))):
-        repository, _, last = reference.rpartition("--")
-        if repository and (found := hub.file_of(repository, f"{last.partition('.')[0]}.py")):
-            folders.append(found.parent)
+        repository, _, class_path = reference.rpartition("--")
+        if repository and (source := hub.file_of(repository, f"{class_path.partition('.')[0]}.py")):
+            folders.append(source.parent)
     files = [(folder, path) for folder in folders for path in sorted(folder.rglob(CODE))]
-    read = zip(files, hashes(path for _, path in files), strict=True)
-    return digest_of([commits, [[str(path.relative_to(folder)), sha256] for (folder, path), sha256 in read]])
+    hashed = zip(files, hashes(path for _, path in files), strict=True)
+    return digest_of([commits, [[str(path.relative_to(folder)), sha256] for (folder, path), sha256 in hashed]])
 
 
 def _classes(auto_map: dict[str, Any]) -> Iterable[str]:
     for value in auto_map.values():
-        yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, str))
+        yield from (name for name in (value if isinstance(value, list | tuple) else [value]) if isinstance(name, str))

@@ -57,11 +57,11 @@ def cached(config: RunConfig, kind: type[T], count: Callable[[], T], *, what: st
     file, adapter = Path.home() / f".cache/deepstow/counts/{name}.json", TypeAdapter(kind)
     with contextlib.suppress(OSError, ValueError):
         return adapter.validate_json(file.read_bytes())
-    found = count()
+    counted = count()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, adapter.dump_json(found))
-    return found
+        replace_file(file, adapter.dump_json(counted))
+    return counted
 
 
 def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
@@ -84,19 +84,21 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    known = {
+    content = {
         "model": model,
         "task": config.task,
         "code": getattr(config.chosen_task, "code", ""),  # of a task from outside
-        "recipes": {each.name: [each.counted_by(config), getattr(each, "code", "")] for each in config.switched_on},
+        "recipes": {
+            recipe.name: [recipe.counted_by(config), getattr(recipe, "code", "")] for recipe in config.switched_on
+        },
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.max_target_length, config.data.packing],
         # Alone of what strategies require these change the forward; the rest is chosen from one count for all.
-        "casts": sorted({each.name for each in requirements_of(config.strategies)} & {"COMPUTE_DTYPE", "DEEPSPEED"}),
+        "casts": sorted({need.name for need in requirements_of(config.strategies)} & {"COMPUTE_DTYPE", "DEEPSPEED"}),
         # Layers or rows that ranks divide have other shapes.
         **{axis.value: degrees(config.strategies).get(axis, 1) for axis in (Axis.TENSOR, Axis.TOKENS, Axis.SEQUENCE)},
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32], lasts
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32], lasts

@@ -92,8 +92,8 @@ class BlockForward:
                 rest += work
             else:
                 sizes = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
-                before = operators.get(name, Operator(name, 0, NO_WORK))
-                operators[name] = Operator(name, before.num_bytes + sum(sizes.values()), before.work + work)
+                earlier = operators.get(name, Operator(name, 0, NO_WORK))
+                operators[name] = Operator(name, earlier.num_bytes + sum(sizes.values()), earlier.work + work)
         not_saved = sum(size for storage, size in self.inputs.items() if storage not in saved)
         # The hidden states cannot wait elsewhere if they are a view, or an earlier block was given them.
         hidden, stream = self.hidden, 0
@@ -182,8 +182,8 @@ class Counter(TorchDispatchMode):
             self._within.callback(leaving.remove)
         hooks = [(block, partial(self._enter, name)) for name, block in self.blocks.items()]
         hooks += [(layer, partial(_see, calls)) for layer, calls in self._layers.values()]
-        for module, before in hooks:
-            self._within.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        for module, hook in hooks:
+            self._within.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for name in self.blocks.keys() - self.like.keys():
             self._within.callback(self.blocks[name].register_forward_hook(partial(self._leave, name)).remove)
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
@@ -202,12 +202,12 @@ class Counter(TorchDispatchMode):
             return
         if self._sparse:
             raise NotImplementedError("forward uses sparse tensors, whose memory is not counted")
-        for name, other in self.like.items():
-            if other in forwards:
-                forwards[name], self.outputs[name] = forwards[other], self.outputs[other]
-                self.saved[name] = self.saved.get(other, 0)
-                self.flops += self._flops_in.get(other, 0)
-                self._launches[name] = self._launches.get(other, 0)
+        for name, alike in self.like.items():
+            if alike in forwards:
+                forwards[name], self.outputs[name] = forwards[alike], self.outputs[alike]
+                self.saved[name] = self.saved.get(alike, 0)
+                self.flops += self._flops_in.get(alike, 0)
+                self._launches[name] = self._launches.get(alike, 0)
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
             name: run.choices(self.saved.get(name, 0), self._saved)
@@ -249,8 +249,8 @@ class Counter(TorchDispatchMode):
             forward = self._forwards[block]
             name = None if block in self._compiled else forward.names.of(func, args, kwargs)
             work = touched if formula is None else Work(flops=flops)
-            kept = outputs if name is not None else []
-            forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))
+            kept_outputs = outputs if name is not None else []
+            forward.calls.append((name, work, kept_outputs, [tensor._version for tensor in kept_outputs]))
         return out
 
     def _count(self, name: str, by: int, *_: Any) -> None:
@@ -289,9 +289,9 @@ class Counter(TorchDispatchMode):
         """Bytes by storage of the tensors that no earlier block was given."""
         dense = filter(_is_dense, tensors_in(values))  # a sparse one is reported by the operator that reads it
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in dense}
-        new = {key: storage for key, storage in storages.items() if key not in self._inputs}
-        self._inputs.update(new)
-        return {key: storage.nbytes() for key, storage in new.items()}
+        first_seen = {key: storage for key, storage in storages.items() if key not in self._inputs}
+        self._inputs.update(first_seen)
+        return {key: storage.nbytes() for key, storage in first_seen.items()}
 
     def _keep_input(self, name: str, hidden: Tensor) -> None:
         """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""
@@ -324,11 +324,11 @@ class Counter(TorchDispatchMode):
         for block, path in self.linears():
             if block in listed:
                 weight = self._layers[path][0].weight
-                known = weight.shape, weight.dtype, weight.requires_grad, self._calls(block, path)
-                listed[block].append((path.removeprefix(block), *known))
+                traits = weight.shape, weight.dtype, weight.requires_grad, self._calls(block, path)
+                listed[block].append((path.removeprefix(block), *traits))
         counted = (self.saved, self._choices, self._flops_in, self._launches)
         reads = [name for name in self.outside if name.startswith((f"{one}.", f"{other}."))]
-        return not reads and listed[one] == listed[other] and all(each.get(one) == each.get(other) for each in counted)
+        return not reads and listed[one] == listed[other] and all(item.get(one) == item.get(other) for item in counted)
 
     def units(self) -> tuple[Unit, ...]:
         """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out."""
@@ -341,7 +341,7 @@ class Counter(TorchDispatchMode):
             trainable[unit] += parameter.numel() * parameter.requires_grad
             quantised[unit] += num_weights(parameter) * packed
             stored[unit] += parameter.nbytes * packed
-        used = set(unit_of.values())  # a tied head has no parameter of its own
+        with_params = set(unit_of.values())  # a tied head has no parameter of its own
         return tuple(
             Unit(
                 path,
@@ -358,7 +358,7 @@ class Counter(TorchDispatchMode):
                 launches_back=0 if path in self._compiled else self.launches_back.get(path, 0),
             )
             for path, kind in kinds.items()
-            if path in used or self.saved.get(path)
+            if path in with_params or self.saved.get(path)
         )
 
     @property
@@ -386,8 +386,8 @@ class Counter(TorchDispatchMode):
 
 def touched_by(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
     """What an operator reads and writes; a view nothing."""
-    read = {tensor.untyped_storage()._cdata for tensor in inputs}
-    is_view = all(tensor.untyped_storage()._cdata in read for tensor in outputs)
+    read_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    is_view = all(tensor.untyped_storage()._cdata in read_storages for tensor in outputs)
     if is_view and not func._schema.is_mutable:
         return NO_WORK
     return Work(touched_bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))

@@ -43,14 +43,14 @@ def refuse(name_or_path: str) -> None:
             raise ConfigError(f"{said}: is a file; name the folder of a model saved by save_pretrained")
         if folder.is_dir():
             refuse_files(folder, said)
-            found = [folder / name for name in OBJECTS]
+            paths = [folder / name for name in OBJECTS]
         else:
-            found = [path for path in (hub.file_of(name_or_path, name) for name in (CONFIG, INDEX)) if path]
+            paths = [path for path in (hub.file_of(name_or_path, name) for name in (CONFIG, INDEX)) if path]
     except OSError as error:  # a loop of links, no right to list it
         if not os.path.lexists(folder):
             return  # the hub does not have it, which is said later
         raise ConfigError(f"{said}: cannot be read: {error.strerror or error}") from None
-    for path in found:
+    for path in paths:
         if path.exists():
             tree = _object(path, said)
             if path.name == CONFIG:
@@ -72,12 +72,12 @@ def refuse_config(tree: Mapping[str, Any], place: str) -> None:
     """Raise ConfigError for a configuration, as it is written, that Transformers should not be given; ``place`` stands
     before its keys.
     """
-    found = [f"{place}{key} = {value!r}: {what}" for key, value, what in config_keys.impossible(tree)]
-    if found:
-        raise ConfigError(found)
-    named = tree.get("architectures")
-    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-        raise ConfigError(f"{place}architectures = {named!r}: must be a list of names")
+    problems = [f"{place}{key} = {value!r}: {what}" for key, value, what in config_keys.impossible(tree)]
+    if problems:
+        raise ConfigError(problems)
+    classes = tree.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise ConfigError(f"{place}architectures = {classes!r}: must be a list of names")
 
 
 def refuse_weights(name_or_path: str) -> None:
@@ -90,9 +90,9 @@ def refuse_weights(name_or_path: str) -> None:
     folder = Path(name_or_path)
     if not folder.is_dir():
         return
-    for whole, index in ((WHOLE, INDEX), (TENSORS, INDEX_OF_TENSORS)):
-        if (folder / whole).exists():
-            paths = [folder / whole]
+    for single, index in ((WHOLE, INDEX), (TENSORS, INDEX_OF_TENSORS)):
+        if (folder / single).exists():
+            paths = [folder / single]
             break
         if (folder / index).exists():
             paths = [folder / name for name in _shards(_object(folder / index, said), said, index)]
@@ -124,16 +124,16 @@ def _refuse_file(path: Path, said: str) -> None:
     if path.suffix not in READ:
         return
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise ConfigError(f"{said}: {path.name} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise ConfigError(f"{said}: {path.name} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}, and no file")
+        raise ConfigError(f"{said}: {path.name} is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, and no file")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"{said}: {path.name} may not be read")
-    if path.suffix != ".safetensors" and found.st_size > MOST_TEXT:
-        raise ConfigError(f"{said}: {path.name} has {human(found.st_size)}, and no such file has over 1 GiB")
+    if path.suffix != ".safetensors" and status.st_size > MOST_TEXT:
+        raise ConfigError(f"{said}: {path.name} has {human(status.st_size)}, and no such file has over 1 GiB")
 
 
 def _object(path: Path, said: str) -> dict[str, Any]:
@@ -141,15 +141,15 @@ def _object(path: Path, said: str) -> dict[str, Any]:
     if path.name == CONFIG and (size := path.stat().st_size) > MOST_CONFIG:
         raise ConfigError(f"{said}: {CONFIG} has {human(size)}, and no configuration has over {human(MOST_CONFIG)}")
     try:
-        found = json.loads(path.read_bytes())
+        tree = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
         raise ConfigError(f"{said}: {path.name} is no JSON: {why}") from None
     except OSError as error:
         raise ConfigError(f"{said}: {path.name} cannot be read: {error.strerror}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{said}: {path.name} must be a JSON object, not {type(found).__name__}")
-    return found
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{said}: {path.name} must be a JSON object, not {type(tree).__name__}")
+    return tree
 
 
 def _shards(index: Mapping[str, Any], said: str, name: str) -> list[str]:

@@ -38,23 +38,23 @@ def hashes(paths: Iterable[Path]) -> list[str]:
 
 
 def _hash(path: Path) -> str:
-    now_ns, before = time.time_ns(), stamp(path)
-    if before[1] < LARGE:
+    now_ns, stamped = time.time_ns(), stamp(path)
+    if stamped[1] < LARGE:
         return size_and_hash(path)[1]
     place = Path.home() / f".cache/deepstow/hashes/{digest_of(str(path.absolute()))[:32]}.json"
     with suppress(OSError, Damaged):
-        kept = read_signed(place, _Kept)
-        if kept.file == before:
-            return kept.sha256
-    found = size_and_hash(path)[1]
-    if now_ns - max(before[2:]) > SETTLED_S * 1e9:
+        record = read_signed(place, _Kept)
+        if record.file == stamped:
+            return record.sha256
+    sha256 = size_and_hash(path)[1]
+    if now_ns - max(stamped[2:]) > SETTLED_S * 1e9:
         with suppress(OSError):  # it is read again the next time
             place.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(place, signed(_Kept(file=before, sha256=found).model_dump()))
-    return found
+            replace_file(place, signed(_Kept(file=stamped, sha256=sha256).model_dump()))
+    return sha256
 
 
 def stamp(path: Path) -> list[int]:
     """What of a file differs once its bytes were exchanged: inode, size, and both times. May raise OSError."""
-    seen = path.stat()
-    return [seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns]
+    status = path.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -21,27 +21,27 @@ def unreachable() -> str | None:
     """Why the hub cannot be reached; None if it answers, whatever it says."""
     from huggingface_hub import constants, get_session
 
-    found: list[str | None] = []
+    answers: list[str | None] = []
 
     def look() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=LOOK_S)
-            found.append(None)
+            answers.append(None)
         except Exception as error:  # of its client, of a proxy, or since it is switched off by HF_HUB_OFFLINE
-            found.append(str(error).strip().partition("\n")[0] or type(error).__name__)
+            answers.append(str(error).strip().partition("\n")[0] or type(error).__name__)
 
     thread = Thread(target=look, daemon=True)  # since nothing limits the time in which a name server answers
     thread.start()
     thread.join(LOOK_S)
-    return found[0] if found else f"no answer within {LOOK_S:g} s"
+    return answers[0] if answers else f"no answer within {LOOK_S:g} s"
 
 
 def is_name(name: str) -> bool:
     """Whether ``name`` is one of the hub's, and no file or folder here. ``corpus/train`` is a misspelt path and no name
     of the hub if there is a folder ``corpus``.
     """
-    here = Path(name).expanduser().exists() or ("/" in name and Path(name).parent.is_dir())
-    return not here and NAME.fullmatch(name) is not None
+    is_local = Path(name).expanduser().exists() or ("/" in name and Path(name).parent.is_dir())
+    return not is_local and NAME.fullmatch(name) is not None
 
 
 def shown(name: str) -> str:
@@ -58,5 +58,5 @@ def file_of(name: str | None, file: str) -> Path | None:
     """A file of a saved model; None if it has none of this name, or there is no saved model."""
     from transformers.utils.hub import cached_file
 
-    found = name and cached_file(name, file, _raise_exceptions_for_missing_entries=False, **options(name))
-    return Path(found) if found else None
+    path = name and cached_file(name, file, _raise_exceptions_for_missing_entries=False, **options(name))
+    return Path(path) if path else None

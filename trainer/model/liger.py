@@ -56,8 +56,8 @@ def counted(model: Any, config: RunConfig) -> Any:
 
 def computes(model: nn.Module) -> bool:
     """Whether Liger has replaced a part of ``model``, or the function of its rotary embedding."""
-    parts = [part for module in model.modules() for part in (module.forward, _rotary_of(module))]
-    return any(getattr(part, "__module__", "").startswith("liger_kernel") for part in parts)
+    functions = [function for module in model.modules() for function in (module.forward, _rotary_of(module))]
+    return any(getattr(function, "__module__", "").startswith("liger_kernel") for function in functions)
 
 
 def _rotary_of(module: nn.Module) -> object:
@@ -65,8 +65,8 @@ def _rotary_of(module: nn.Module) -> object:
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:
-    found: Tensor = _RMSNorm.apply(hidden, module.weight)
-    return found
+    normed: Tensor = _RMSNorm.apply(hidden, module.weight)
+    return normed
 
 
 def _mlp(module: Any, hidden: Tensor) -> Any:
@@ -75,8 +75,8 @@ def _mlp(module: Any, hidden: Tensor) -> Any:
 
 def _loss(head: nn.Module, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
     """The loss of ``logits``, which are the hidden states."""
-    found: Tensor = _LinearLoss.apply(logits.flatten(0, -2), head.weight)
-    return found
+    loss: Tensor = _LinearLoss.apply(logits.flatten(0, -2), head.weight)
+    return loss
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -110,8 +110,8 @@ class _LinearLoss(torch.autograd.Function):
         (tokens, width), words = hidden.shape, weight.shape[0]
         grad, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight) if weight.requires_grad else None
         at_once = 1 << (-(-tokens // -(-words // width)) - 1).bit_length()
-        for part in hidden.split(min(tokens, at_once)):
-            logits = part @ weight.t()
+        for chunk in hidden.split(min(tokens, at_once)):
+            logits = chunk @ weight.t()
             if of_weight is not None and logits.dtype is torch.float32:  # in 16 bits GPUs from Ampere on add in place
                 torch.empty_like(weight)
             del logits

@@ -23,5 +23,5 @@ UNSHIFTED = (
 
 def switched_on(config: Any) -> str | None:
     """The key by which the model of this config adds a term to its loss; None: it adds none."""
-    parts = (config, config.get_text_config())
-    return next((key for key in SWITCHES if any(getattr(each, key, None) for each in parts)), None)
+    configs = (config, config.get_text_config())
+    return next((key for key in SWITCHES if any(getattr(section, key, None) for section in configs)), None)

@@ -28,14 +28,14 @@ def units_by_name(model: nn.Module) -> dict[str, str]:
 
     paths = {block: path for path, block in find_blocks(model).items()}
     blocks = {name: paths[module] for name, module in model.named_modules(remove_duplicate=False) if module in paths}
-    found: dict[str, str] = {}
+    unit_of: dict[str, str] = {}
     outside = EMBEDDING
     for name, _ in model.named_parameters(remove_duplicate=False):
         parts = name.split(".")
         block = next((blocks[path] for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in blocks), None)
         outside = HEAD if block is not None else outside
-        found[name] = block or outside
-    return found
+        unit_of[name] = block or outside
+    return unit_of
 
 
 def list_params(

@@ -66,7 +66,7 @@ def fill(
         A line that says why the whole model was built; None if it was not.
     """
     tied: Mapping[str, str] = model.all_tied_weights_keys
-    wanted = {tied.get(name, name) for name in held} - shards.keys()
+    needed = {tied.get(name, name) for name in held} - shards.keys()
     cut: dict[str, Tensor] = {}
 
     def pass_on(name: str, value: Tensor) -> None:
@@ -77,16 +77,16 @@ def fill(
 
     try:
         if name_or_path is None:
-            _draw(model, wanted, seed, pass_on)
+            _draw(model, needed, seed, pass_on)
         else:
-            cut = _read(model, wanted, tied, name_or_path, pass_on, shards)
+            cut = _read(model, needed, tied, name_or_path, pass_on, shards)
         line = None
     except NotInParts as error:
         _take(model, held, whole(), pass_on)
         line = f"each rank loads the whole model before it keeps its part: {error}"
     else:
         model.tie_weights(recompute_mapping=False)
-        _leave(model, wanted)
+        _leave(model, needed)
     for name, shard in shards.items():
         put(model, name, nn.Parameter(cut.pop(name), model.get_parameter(name).requires_grad)).shard = shard
     return line
@@ -94,9 +94,9 @@ def fill(
 
 def hollow(model: PreTrainedModel) -> None:
     """Put placeholders on the CPU in the place of parameters of ``model``, which is on the device ``meta``."""
-    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    placeholders: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for name, param in list(model.named_parameters(remove_duplicate=False)):
-        put(model, name, made.setdefault(id(param), placeholder(param)))
+        put(model, name, placeholders.setdefault(id(param), placeholder(param)))
     _allocate_buffers(model)
 
 
@@ -123,8 +123,8 @@ def pour(
     twin = make(on_meta=True)
     if line := fill(twin, (), name_or_path, seed, make, give):
         say(line)
-    left = [name for name, param in params.items() if is_placeholder(param)]
-    assert not left, f"{left[0]} was given no value"
+    unfilled = [name for name, param in params.items() if is_placeholder(param)]
+    assert not unfilled, f"{unfilled[0]} was given no value"
     for buffer, value in zip(model.buffers(), twin.buffers(), strict=True):
         buffer.copy_(of_first(value.to(buffer.device)))
 
@@ -133,10 +133,10 @@ def _draw(model: PreTrainedModel, wanted: Collection[str], seed: int, give: Give
     """Initialise ``wanted`` with random weights. Afterwards other parameters have no memory."""
     absent: dict[int, _Absent] = {}
     for name, param in list(model.named_parameters(remove_duplicate=False)):  # tied ones apart: each has its own draw
-        made = put(model, name, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
+        drawn = put(model, name, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
         if name not in wanted:
-            made.untyped_storage().resize_(0)
-            absent[made.untyped_storage()._cdata] = _Absent(name, made)
+            drawn.untyped_storage().resize_(0)
+            absent[drawn.untyped_storage()._cdata] = _Absent(name, drawn)
     _allocate_buffers(model)
     versions = {name: tensor._version for name, tensor in tensors_of(model)}
     torch.manual_seed(seed)
@@ -168,16 +168,16 @@ class _Turns(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in((args, kwargs)):
             storage = tensor.untyped_storage()
-            found = self._absent.get(storage._cdata)
-            if found is not None and storage.nbytes() < found.param.nbytes:
+            absent = self._absent.get(storage._cdata)
+            if absent is not None and storage.nbytes() < absent.param.nbytes:
                 overwrites = func.overloadpacket.__name__ in OVERWRITES and tensor is args[0]
-                if found.name in self._seen and not (overwrites and tensor.nbytes == found.param.nbytes):
-                    raise NotInParts(f"a weight of {found.owner} is initialised in two turns")
-                if self._present and self._present[0].owner != found.owner:
+                if absent.name in self._seen and not (overwrites and tensor.nbytes == absent.param.nbytes):
+                    raise NotInParts(f"a weight of {absent.owner} is initialised in two turns")
+                if self._present and self._present[0].owner != absent.owner:
                     self.end()
-                self._seen.add(found.name)
-                storage.resize_(found.param.nbytes)
-                self._present.append(found)
+                self._seen.add(absent.name)
+                storage.resize_(absent.param.nbytes)
+                self._present.append(absent)
         return func(*args, **(kwargs or {}))
 
     def end(self) -> None:
@@ -218,8 +218,8 @@ def _read(
         if name in shards:
             cut[name] = saved[name].read(param.dtype, shards[name].rows)
         elif name in wanted:
-            made = put(model, name, nn.Parameter(saved[name].read(param.dtype), param.requires_grad))
-            made._is_hf_initialized = True
+            filled = put(model, name, nn.Parameter(saved[name].read(param.dtype), param.requires_grad))
+            filled._is_hf_initialized = True
         elif not wanted:  # who keeps nothing in the model is given all, and a stage reads no more than its own
             give(name, saved[name].read(param.dtype))
     _allocate_buffers(model)
@@ -249,13 +249,13 @@ def _allocate_buffers(model: nn.Module) -> None:
 
 def _leave(model: nn.Module, held: Collection[str]) -> None:
     """Take the memory of parameters none of whose names is ``held``."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    stays = {id(param) for name, param in named if name in held}
-    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
-    for name, param in named:
+    named_params = list(model.named_parameters(remove_duplicate=False))
+    stays = {id(param) for name, param in named_params if name in held}
+    emptied: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for name, param in named_params:
         if id(param) not in stays:
             empty = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-            put(model, name, made.setdefault(id(param), empty))
+            put(model, name, emptied.setdefault(id(param), empty))
 
 
 def _take(model: nn.Module, held: Collection[str], whole: nn.Module, give: Give) -> None:

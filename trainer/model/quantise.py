@@ -43,17 +43,17 @@ def quantise(model: PreTrainedModel, section: QuantizationSection) -> PreTrained
     from transformers.quantizers.auto import AutoHfQuantizer
 
     functional.quantize_blockwise(torch.zeros(1))  # makes its table now, and not without storage
-    before: dict[str, Any] = dict(model.named_modules())
+    former_layers: dict[str, Any] = dict(model.named_modules())
     quantizer: Any = AutoHfQuantizer.from_config(config_of(section), pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     for name, layer in model.named_modules():
-        old = before[name]
-        if layer is not old:
-            weight = old._parameters.pop("weight").detach()
-            layer.weight = _packed(layer.weight, weight.T if isinstance(old, Conv1D) else weight)
-            layer.bias = old.bias
-            if old.bias is not None:
-                old.bias.requires_grad_(False)
+        former = former_layers[name]
+        if layer is not former:
+            weight = former._parameters.pop("weight").detach()
+            layer.weight = _packed(layer.weight, weight.T if isinstance(former, Conv1D) else weight)
+            layer.bias = former.bias
+            if former.bias is not None:
+                former.bias.requires_grad_(False)
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     return model
@@ -65,11 +65,11 @@ def _packed(empty: Any, weight: Tensor) -> Any:
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import Int8Params, Params4bit
 
-    known = {key: value for key, value in vars(empty).items() if key not in ("quant_state", "bnb_quantized")}
+    attributes = {key: value for key, value in vars(empty).items() if key not in ("quant_state", "bnb_quantized")}
     if isinstance(empty, Int8Params):
         numbers, scales, _ = functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
-        return Int8Params(numbers, requires_grad=False, **known | {"CB": numbers, "SCB": scales})
-    kind = {key: known[key] for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
+        return Int8Params(numbers, requires_grad=False, **attributes | {"CB": numbers, "SCB": scales})
+    kind = {key: attributes[key] for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
     numbers, state = functional.quantize_4bit(weight.contiguous(), **kind)
     empty.module.quant_state = state
-    return Params4bit(numbers, requires_grad=False, quant_state=state, bnb_quantized=True, **known)
+    return Params4bit(numbers, requires_grad=False, quant_state=state, bnb_quantized=True, **attributes)

@@ -60,8 +60,8 @@ class Source(NamedTuple):
     def rows(self, rows: slice) -> Tensor:
         """These rows of it, in memory of their own or the file's pages."""
         with safe_open(self.path, framework="pt") as opened:
-            found: Tensor = opened.get_slice(self.key)[rows]
-        return found
+            tensor: Tensor = opened.get_slice(self.key)[rows]
+        return tensor
 
 
 Read = Callable[[Source], Tensor]
@@ -82,18 +82,18 @@ class SavedTensor:
         if self.convert is None:
             with safe_open(self.sources[0].path, framework="pt") as opened:
                 key = self.sources[0].key
-                found: Tensor = opened.get_tensor(key) if rows == slice(None) else opened.get_slice(key)[rows]
-            return found.to(dtype)
+                tensor: Tensor = opened.get_tensor(key) if rows == slice(None) else opened.get_slice(key)[rows]
+            return tensor.to(dtype)
         if not self.stacked:
             return self._converted(self.sources, dtype)[rows].clone()
         experts = range(self.stacked)[rows]
-        found = torch.empty(
+        tensor = torch.empty(
             len(experts), *self.shape[1:], dtype=dtype
         )  # below what is freed, so that it leaves no hole
         step = max(1, PIECE_BYTES * self.stacked // max(1, prod(self.shape) * dtype.itemsize))
         for at in range(0, len(experts), step):
-            found[at : at + step] = self._converted(self._of(experts[at : at + step]), dtype)
-        return found
+            tensor[at : at + step] = self._converted(self._of(experts[at : at + step]), dtype)
+        return tensor
 
     def _of(self, experts: Iterable[int]) -> list[Source]:
         return [source for at in experts for source in self.sources[at :: self.stacked]]
@@ -102,12 +102,12 @@ class SavedTensor:
         assert self.convert is not None
         with ExitStack() as stack:
             files = {
-                path: stack.enter_context(safe_open(path, framework="pt")) for path in {one.path for one in sources}
+                path: stack.enter_context(safe_open(path, framework="pt")) for path in {entry.path for entry in sources}
             }
 
             def read(source: Source) -> Tensor:
-                found: Tensor = files[source.path].get_tensor(source.key)
-                return found.to(dtype)
+                tensor: Tensor = files[source.path].get_tensor(source.key)
+                return tensor.to(dtype)
 
             return self.convert(sources, read)[self.name]
 
@@ -116,9 +116,9 @@ def saved_tensors(model: PreTrainedModel, name_or_path: str) -> dict[str, SavedT
     """What is in the files of a saved model, by its names in ``model``, which ``from_pretrained`` has made of them
     without values. Raise NotInParts if they are no safetensors, have a name twice, or cannot be converted.
     """
-    converters = [each for each in _conversions(model) if isinstance(each, WeightConverter)]
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found: dict[str, SavedTensor] = {}
+    converters = [converter for converter in _conversions(model) if isinstance(converter, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    tensors: dict[str, SavedTensor] = {}
     several: dict[str, list[Source]] = {}
     listed = list(_sources(name_or_path))
     of_key = {source.key: source for source in listed}
@@ -128,16 +128,16 @@ def saved_tensors(model: PreTrainedModel, name_or_path: str) -> dict[str, SavedT
         source = of_key[key]
         if pattern is not None:
             several.setdefault(name, []).append(source._replace(pattern=pattern))
-        elif name in found:
+        elif name in tensors:
             raise NotInParts(f"its files have {name} twice")
         else:
-            found[name] = SavedTensor(name, source.shape, [source])
+            tensors[name] = SavedTensor(name, source.shape, [source])
     for first, sources in several.items():
-        for each in _made(model, first, of_pattern[sources[0].pattern], sources):
-            if each.name in found:
-                raise NotInParts(f"its files have {each.name} twice")
-            found[each.name] = each
-    return found
+        for tensor in _made(model, first, of_pattern[sources[0].pattern], sources):
+            if tensor.name in tensors:
+                raise NotInParts(f"its files have {tensor.name} twice")
+            tensors[tensor.name] = tensor
+    return tensors
 
 
 def renamed(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
@@ -145,8 +145,8 @@ def renamed(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, 
     what Transformers converts; None: it is not converted.
     """
     conversions = _conversions(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     prefix, names = model.base_model_prefix, model.state_dict()
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, names)
@@ -166,33 +166,33 @@ def rows_in_files(name_or_path: str) -> dict[str, Callable[[slice], Tensor]]:
     try:
         return {source.key: source.rows for source in _sources(name_or_path)}
     except NotInParts:
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for path in _files(name_or_path, *PICKLED):
             with suppress(RuntimeError):  # torch's oldest format, which cannot be read in parts
-                found |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return {key: value.__getitem__ for key, value in found.items()}
+                tensors |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return {key: value.__getitem__ for key, value in tensors.items()}
 
 
 def _made(model: PreTrainedModel, first: str, converter: Any, sources: list[Source]) -> Iterable[SavedTensor]:
     """The tensors that ``converter`` makes of ``sources``, of which ``first`` is one's name."""
 
     def convert(some: Iterable[Source], read: Read) -> Mapping[str, Tensor]:
-        mine = deepcopy(converter)
+        fresh = deepcopy(converter)
         for source in some:
-            mine.add_tensor(first, source.key, source.pattern, read(source))
-        made = mine.convert(first, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            fresh.add_tensor(first, source.key, source.pattern, read(source))
+        values = fresh.convert(first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
     try:
-        made = convert(sources, lambda source: torch.empty(source.shape, device="meta"))
+        values = convert(sources, lambda source: torch.empty(source.shape, device="meta"))
     except Exception as error:  # whatever an operation of theirs says of what it was given
         why = str(error).strip().partition("\n")[0]
         raise NotInParts(f"Transformers' conversion of {first} does not work for it alone ({why})") from None
     patterns = [source.pattern for source in sources]
     counts = {patterns.count(pattern) for pattern in patterns}
-    stacks = _is_stack(converter) and len(counts) == 1 and len(made) == 1
+    stacks = _is_stack(converter) and len(counts) == 1 and len(values) == 1
     in_order = [source for pattern in dict.fromkeys(patterns) for source in sources if source.pattern == pattern]
-    for name, value in made.items():
+    for name, value in values.items():
         yield SavedTensor(name, tuple(value.shape), in_order, convert, counts.pop() if stacks else 0)
 
 
@@ -200,7 +200,7 @@ def _is_stack(converter: Any) -> bool:
     """Whether rows of what it makes are experts, each made of its own sources alone."""
     first, *others = converter.operations
     return (type(first) is MergeModulelist and first.dim == 0) and all(
-        type(each) is Concatenate and each.dim > 0 for each in others
+        type(operation) is Concatenate and operation.dim > 0 for operation in others
     )
 
 
@@ -218,10 +218,10 @@ def _files(name_or_path: str, whole: str, parts: str) -> list[Path]:
     """The file ``whole``, or those that the index ``parts`` names, if they are on this machine."""
 
     def find(name: str) -> Path | None:
-        found = Path(name_or_path) / name
+        path = Path(name_or_path) / name
         if not Path(name_or_path).is_dir():  # whoever made the model without values has put the files there
-            found = Path(str(try_to_load_from_cache(name_or_path, name)))
-        return found if found.is_file() else None
+            path = Path(str(try_to_load_from_cache(name_or_path, name)))
+        return path if path.is_file() else None
 
     files = [path] if (path := find(whole)) else []
     if not files and (index := find(parts)):

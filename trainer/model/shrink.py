@@ -58,8 +58,8 @@ PER_LAYER = ("layer_types", "mlp_layer_types")
 def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, Any]:
     """``model.config`` of the shrunk copy: the same architecture with ``layers`` small layers."""
     text = config.get_text_config()
-    known = keys_of(text)
-    full = {name: value for name, value in text.to_diff_dict().items() if name in known}  # others are read by nothing
+    keys = keys_of(text)
+    full = {name: value for name, value in text.to_diff_dict().items() if name in keys}  # others are read by nothing
     small = {"model_type": text.model_type, **full}
     for name, size in {**SIZES, **dict.fromkeys(DEPTHS, layers)}.items():
         value = getattr(config, name, None)
@@ -121,9 +121,9 @@ def leaves(bucket: Bucket, layout: Layout) -> bool:
 def features(layout: Layout) -> frozenset[str]:
     """What a verification of ``layout`` has to show, in words."""
     trained = [bucket for bucket in layout.buckets if bucket.site is not Site.NONE]
-    found = {UPDATES[bucket.site] for bucket in trained}
-    found |= {f"gradients wait on the {bucket.grad_tier.value}" for bucket in trained}
-    return frozenset(found | {TRAVEL for bucket in layout.buckets if leaves(bucket, layout)})
+    shown = {UPDATES[bucket.site] for bucket in trained}
+    shown |= {f"gradients wait on the {bucket.grad_tier.value}" for bucket in trained}
+    return frozenset(shown | {TRAVEL for bucket in layout.buckets if leaves(bucket, layout)})
 
 
 def moves(layout: Layout) -> bool:
@@ -150,15 +150,15 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], stages: Sequence[Fact
     """
     assert real.layout is not None
     name = layout_strategy(real)
-    given, always = strategies[name].model_dump(), dict[str, Any]()
-    if given["bucket_size"] != AUTO and block_bytes(real.facts):
-        scaled = parse_bytes(given["bucket_size"]) * block_bytes(stages[0]) // block_bytes(real.facts)
+    configured, always = strategies[name].model_dump(), dict[str, Any]()
+    if configured["bucket_size"] != AUTO and block_bytes(real.facts):
+        scaled = parse_bytes(configured["bucket_size"]) * block_bytes(stages[0]) // block_bytes(real.facts)
         always["bucket_size"] = str(max(2 * ALIGN_BYTES, scaled))
     ample = stages[0].machine.device_bytes  # more than any copy needs
 
     def plans(options: Mapping[str, Any]) -> list[Plan]:
         """The plan of each stage with these options; empty if one is refused."""
-        changed = type(strategies[name]).model_validate({**given, **options})
+        changed = type(strategies[name]).model_validate({**configured, **options})
         try:
             return [compose({**strategies, name: changed}, facts) for facts in stages]
         except Refusal:
@@ -181,24 +181,24 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], stages: Sequence[Fact
 
     def by_option() -> Iterator[dict[str, Any]]:
         """With what the user has left open, asked for by name."""
-        free = {key: (AUTO, *values) if given[key] == AUTO else (AUTO,) for key, values in OPEN.items()}
+        free = {key: (AUTO, *values) if configured[key] == AUTO else (AUTO,) for key, values in OPEN.items()}
         for finer in ({}, {"prefetch": 0}, {"prefetch": 0, "bucket_size": AUTO}):
             for values in product(*free.values()):
-                asked = {key: value for key, value in zip(free, values, strict=True) if value != AUTO}
-                yield {**sized(ample), **asked, **finer}
+                explicit = {key: value for key, value in zip(free, values, strict=True) if value != AUTO}
+                yield {**sized(ample), **explicit, **finer}
 
     def shown(some: Iterator[dict[str, Any]]) -> list[CopyRun]:
         pairs = ((options, plans(options)) for options in some)
-        return [CopyRun(options, features(found[0].layout)) for options, found in pairs if found and found[0].layout]
+        return [CopyRun(options, features(trial[0].layout)) for options, trial in pairs if trial and trial[0].layout]
 
     def cover(wanted: frozenset[str]) -> list[CopyRun]:
         """Few runs that show what is ``wanted``: by budgets, and by explicit options for what no budget causes."""
-        chosen, left = _fewest(shown(by_budget()), wanted)
-        return chosen + _fewest(shown(by_option()), left)[0] if left else chosen
+        chosen, lacking = _fewest(shown(by_budget()), wanted)
+        return chosen + _fewest(shown(by_option()), lacking)[0] if lacking else chosen
 
     if moves(real.layout):
         return cover(features(real.layout) | {TRAVEL})
-    return next((found for alone in MOVING if (found := cover(frozenset([alone])))), [])
+    return next((runs for alone in MOVING if (runs := cover(frozenset([alone])))), [])
 
 
 def _fewest(copies: Sequence[CopyRun], wanted: frozenset[str]) -> tuple[list[CopyRun], frozenset[str]]:

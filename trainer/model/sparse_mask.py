@@ -50,8 +50,8 @@ def register(kernel: str, shown: Shown) -> str:
         AttentionMaskInterface.register(name, partial(_mask, varlen.mask, shown))
     else:
         AttentionInterface.register(name, partial(_masked, kernel))
-        made = flex_attention_mask if kernel == "flex_attention" else sdpa_mask
-        AttentionMaskInterface.register(name, partial(_mask, made, shown))
+        make = flex_attention_mask if kernel == "flex_attention" else sdpa_mask
+        AttentionMaskInterface.register(name, partial(_mask, make, shown))
     return name
 
 
@@ -78,14 +78,14 @@ def seen(causal: Visible, shown: Shown, padding: Tensor | None = None) -> Visibl
 
 def _chosen(random: Mapping[str, int], query: Any, key: Any) -> Any:
     """Whether the block ``key`` is one of those chosen for the block ``query``, which are all before it."""
-    found = query < 0
+    chosen = query < 0
     for draw in range(random["number"]):
         mixed = query + 1
         for number, factor in zip((random["seed"], draw, 0), MULTIPLIERS, strict=True):
             mixed = ((mixed + number) * factor) & BITS
             mixed = mixed ^ (mixed >> 15)
-        found = found | ((query > 0) & (key == mixed % query.clamp(min=1)))
-    return found
+        chosen = chosen | ((query > 0) & (key == mixed % query.clamp(min=1)))
+    return chosen
 
 
 def _mask(
@@ -107,11 +107,11 @@ def _mask(
 
     if local_size is not None or use_vmap or allow_is_bidirectional_skip is not None:
         raise NotImplementedError(OWN)
-    ours = seen(mask_function, shown, prepare_padding_mask(attention_mask, kv_length, kv_offset))
+    visible = seen(mask_function, shown, prepare_padding_mask(attention_mask, kv_length, kv_offset))
     return made(
         kv_length=kv_length,
         kv_offset=kv_offset,
-        mask_function=and_masks(mask_function, ours),
+        mask_function=and_masks(mask_function, visible),
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
         **kwargs,

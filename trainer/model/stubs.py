@@ -56,7 +56,7 @@ def find_alike(model: nn.Module) -> list[list[str]]:
     numbers = _numbers(list(blocks.values()))
     kinds: dict[Hashable, list[str]] = {}
     for number, (name, block) in enumerate(blocks.items()):
-        kinds.setdefault((_looks(block, numbers), *(repr(each[number]) for each in lists)), []).append(name)
+        kinds.setdefault((_looks(block, numbers), *(repr(per_block[number]) for per_block in lists)), []).append(name)
     return [names for names in kinds.values() if len(names) > 3]
 
 
@@ -64,7 +64,7 @@ def _numbers(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
     """Attributes that are a block's own number, by the module's path in it and by name."""
 
     def equal_to(number: int, block: nn.Module) -> set[tuple[str, str]]:
-        attributes = ((path, *each) for path, module in block.named_modules() for each in vars(module).items())
+        attributes = ((path, *item) for path, module in block.named_modules() for item in vars(module).items())
         return {(path, key) for path, key, value in attributes if type(value) is int and value == number}
 
     return equal_to(0, blocks[0]) & equal_to(len(blocks) - 1, blocks[-1])
@@ -72,18 +72,18 @@ def _numbers(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
 
 def _looks(block: nn.Module, numbers: Container[tuple[str, str]]) -> Hashable:
     """What is seen of a block without running it, but for its own number."""
-    found: list[Hashable] = []
+    looks: list[Hashable] = []
     for path, module in block.named_modules():
         own_values = ((key, value) for key, value in vars(module).items() if (path, key) not in numbers)
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        shapes = tuple((key, each.shape, each.dtype, each.requires_grad) for key, each in own)
-        found.append((path, type(module), tuple((key, _shown(value)) for key, value in own_values), shapes))
-    return tuple(found)
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        shapes = tuple((key, tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in tensors)
+        looks.append((path, type(module), tuple((key, _shown(value)) for key, value in own_values), shapes))
+    return tuple(looks)
 
 
 def _shown(value: Any) -> Hashable:
     """Numbers, flags and texts as they are; of others the type, and how many hooks or other entries a dict has."""
-    if type(value) in PLAIN or (isinstance(value, list | tuple) and all(type(each) in PLAIN for each in value)):
+    if type(value) in PLAIN or (isinstance(value, list | tuple) and all(type(item) in PLAIN for item in value)):
         return repr(value)
     return type(value), len(value) if isinstance(value, dict) else 0
 
@@ -103,11 +103,11 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 def materialise(model: nn.Module, without: Collection[str] = ()) -> None:
     """Give a model on the meta device, but for blocks ``without``, fake tensors; inside of ``fake_tensors()``."""
-    made: dict[Tensor, Tensor] = {}
+    fakes: dict[Tensor, Tensor] = {}
     absent = tuple(f"{name}." for name in without)
     for name, tensor in sorted(_tensors(model), key=lambda each: each[0].startswith(absent)):
-        if tensor.device.type == "meta" and (tensor in made or not name.startswith(absent)):
-            _put(model, name, _fake_of(tensor, made))
+        if tensor.device.type == "meta" and (tensor in fakes or not name.startswith(absent)):
+            _put(model, name, _fake_of(tensor, fakes))
 
 
 @contextmanager
@@ -115,13 +115,13 @@ def faked(model: nn.Module) -> Iterator[None]:
     """Inside, which is inside of ``fake_tensors()``, every tensor of a live model is a fake one, also in the backward
     of its recomputed blocks; one on the meta device counts as on the CPU. Afterwards it has its own again.
     """
-    own, made = list(_tensors(model)), dict[Tensor, Tensor]()
+    tensors, fakes = list(_tensors(model)), dict[Tensor, Tensor]()
     try:
-        for name, tensor in own:
-            _put(model, name, _fake_of(tensor, made))
+        for name, tensor in tensors:
+            _put(model, name, _fake_of(tensor, fakes))
         yield
     finally:
-        for name, tensor in own:
+        for name, tensor in tensors:
             _put(model, name, tensor)
 
 
@@ -131,8 +131,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, own = name.rpartition(".")
-    setattr(model.get_submodule(path), own, tensor)
+    path, _, key = name.rpartition(".")
+    setattr(model.get_submodule(path), key, tensor)
 
 
 def _fake_of(tensor: Tensor, made: MutableMapping[Tensor, Tensor]) -> Tensor:
@@ -161,13 +161,13 @@ class _Answers(TorchDispatchMode):
             return rows.new_empty(groups, rows.shape[0], weight.shape[1])
         if func is torch.ops.aten.rand.default and list(args[0]) == []:
             return torch.tensor(1.0)  # a fake tensor that knows its value
-        read = list(tensors_in((args, kwargs)))
-        known = not any(isinstance(tensor, FakeTensor) for tensor in read)
-        if not known or not (read or func.overloadpacket is torch.ops.aten.arange):
+        tensors = list(tensors_in((args, kwargs)))
+        all_known = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not all_known or not (tensors or func.overloadpacket is torch.ops.aten.arange):
             return func(*args, **kwargs)
         if func not in READ:
             out = func(*args, **kwargs)
-            if any(made.is_floating_point() or made.numel() > MOST_POSITIONS for made in tensors_in(out)):
+            if any(result.is_floating_point() or result.numel() > MOST_POSITIONS for result in tensors_in(out)):
                 return out
         with unset_fake_temporarily():
             return func(*args, **kwargs)
@@ -214,10 +214,10 @@ def stubs(model: nn.Module, names: Collection[str], output_like: Callable[[str],
             block.forward = partial(_stub, name, output_like)
         yield
     finally:
-        for block, own in replaced:
+        for block, forward in replaced:
             del block.forward
-            if own is not None:
-                block.forward = own
+            if forward is not None:
+                block.forward = forward
 
 
 def _stub(name: str, output_like: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:

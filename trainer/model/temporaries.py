@@ -87,22 +87,22 @@ def _peak_of(model: nn.Module, call: Call, like: Mapping[str, str]) -> int:
 
 def _count(model: nn.Module, call: Call, alike: Sequence[list[str]]) -> Counter:
     """Count, with stubs for most of those ``alike``. Raise ValueError if they were not alike."""
-    found = Counter(model, {name: names[1] for names in alike for name in names[2:-1]})
-    with found:
+    counter = Counter(model, {name: names[1] for names in alike for name in names[2:-1]})
+    with counter:
         call()
     for _, second, *_, last in alike:
-        if not found.same(second, last):
+        if not counter.same(second, last):
             raise ValueError(f"{second} and {last} are not alike")
     try:
-        found.temporaries = _temporaries(found, call)
+        counter.temporaries = _temporaries(counter, call)
     except Exception as error:
         if alike:
             raise
         logger.warning("temporaries of backward are not counted: %s", error)
-        return found
-    if HEAD in found.temporaries:
-        found.in_chunks = _in_chunks(found, call)
-    return found
+        return counter
+    if HEAD in counter.temporaries:
+        counter.in_chunks = _in_chunks(counter, call)
+    return counter
 
 
 def _in_chunks(found: Counter, call: Call) -> InChunks | None:
@@ -136,13 +136,13 @@ def _temporaries(counted: Counter, call: Call) -> dict[str, Temporaries]:
         within.enter_context(stubs(counted.model, like, counted.outputs.__getitem__))
         within.enter_context(live)
         _backward(live, call)
-    counted.launches_back = live.launched | {name: live.launched.get(other, 0) for name, other in like.items()}
-    found, below = {}, 0
+    counted.launches_back = live.launched | {name: live.launched.get(alike, 0) for name, alike in like.items()}
+    by_unit, below = {}, 0
     for name in (EMBEDDING, *(name for name in counted.blocks if name not in like), HEAD):
         below += counted.saved.get(name, 0)
         if name in live.highest:
-            found[name] = Temporaries(*(max(0, value - below) for value in live.highest[name]))
-    return found | {name: found[other] for name, other in like.items() if other in found}
+            by_unit[name] = Temporaries(*(max(0, value - below) for value in live.highest[name]))
+    return by_unit | {name: by_unit[alike] for name, alike in like.items() if alike in by_unit}
 
 
 def _backward(live: _Live, call: Call) -> None:
@@ -186,12 +186,12 @@ class _Live(TorchDispatchMode):
             return out
         if self._backward and _launches(func, args, kwargs, out):
             self.launched[self._unit] = self.launched.get(self._unit, 0) + 1
-        new = [tensor.untyped_storage() for tensor in tensors_in(out)]
-        new = [storage for storage in new if storage._cdata not in self._made]
-        if new:
-            known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-            for storage in new:
-                if storage._cdata not in known and storage._cdata not in self._made:
+        storages = [tensor.untyped_storage() for tensor in tensors_in(out)]
+        storages = [storage for storage in storages if storage._cdata not in self._made]
+        if storages:
+            of_inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+            for storage in storages:
+                if storage._cdata not in of_inputs and storage._cdata not in self._made:
                     self._follow(storage)
             self._note()
         return out

@@ -44,8 +44,8 @@ def is_tied(model: nn.Module) -> bool:
 def head_words(model: nn.Module) -> int:
     """Rows of the whole head, where tensor ranks divide it; 0: they do not."""
     tied = is_tied(model)
-    cuts = (each for name, each in model.named_modules() if cut_of(name, tied=tied) is Cut.GATHERED)
-    head: Any = next((each for each in cuts if isinstance(each, nn.Linear)), None)
+    cuts = (module for name, module in model.named_modules() if cut_of(name, tied=tied) is Cut.GATHERED)
+    head: Any = next((module for module in cuts if isinstance(module, nn.Linear)), None)
     return 0 if head is None else int(getattr(head, "vocabulary", head.out_features))
 
 
@@ -78,10 +78,9 @@ def sums(linears: Iterable[tuple[str, str]]) -> tuple[int, int, int]:
     before each divided by columns; where it runs again, without the last one, which nothing is saved of. ``linears``:
     the block of each linear layer, and its path.
     """
-    found = Counter((block, cut_of(path, tied=True)) for block, path in linears if "lora" not in path)
+    cuts = Counter((block, cut_of(path, tied=True)) for block, path in linears if "lora" not in path)
     rows, columns = (
-        max((number for (_, cut), number in found.items() if cut is kind), default=2)
-        for kind in (Cut.ROWS, Cut.COLUMNS)
+        max((number for (_, cut), number in cuts.items() if cut is kind), default=2) for kind in (Cut.ROWS, Cut.COLUMNS)
     )
     return rows, columns, rows - 1
 

@@ -36,19 +36,19 @@ def untied(model: PreTrainedModel, name_or_path: str | None) -> tuple[str, ...]:
     if name_or_path is None or not pairs:
         return ()
     rows = rows_in_files(name_or_path)
-    read = {name: rows[key] for key, name, pattern in renamed(model, rows) if pattern is None}
+    saved = {name: rows[key] for key, name, pattern in renamed(model, rows) if pattern is None}
     return tuple(
         name
         for name, source in pairs.items()
-        if name in read and source in read and not _equal(read[name], read[source], model.get_parameter(name).dtype)
+        if name in saved and source in saved and not _equal(saved[name], saved[source], model.get_parameter(name).dtype)
     )
 
 
 def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Give weights of a ``model`` without values tensors of their own, and tie all others that are to be tied."""
-    own: Any = model
-    own.untied = tuple(names)
-    for name in own.untied:
+    any_model: Any = model
+    any_model.untied = tuple(names)
+    for name in any_model.untied:
         path, _, key = name.rpartition(".")
         param: Any = model.get_parameter(name)
         model.get_submodule(path).register_parameter(key, nn.Parameter(torch.empty_like(param), param.requires_grad))
@@ -58,8 +58,8 @@ def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 def config_says(config: PretrainedConfig, task: Task, names: Iterable[str]) -> bool:
     """Whether ``config`` ties ``names`` and nothing else, so that it can say that they are not."""
-    known = loaded(task.model_class)._model_mapping
-    kind: Any = known.get(type(config), None)  # None: the model brings its own code
+    mapping = loaded(task.model_class)._model_mapping
+    kind: Any = mapping.get(type(config), None)  # None: the model brings its own code
     if kind is None or set(kind._tied_weights_keys or ()) != set(names):
         return False
     return KEY not in inspect.getsource(kind.forward)
@@ -68,11 +68,11 @@ def config_says(config: PretrainedConfig, task: Task, names: Iterable[str]) -> b
 def check(model: PreTrainedModel, name_or_path: str | None, planned: Collection[str]) -> None:
     """Raise ConfigError if ``model``, as it was loaded, is not tied as ``planned``: its files came after the plan."""
     by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    found = {*by_config} - {*model.all_tied_weights_keys} | {*untied(model, name_or_path)}
-    if left := sorted(found - {*planned}):
+    untied_names = {*by_config} - {*model.all_tied_weights_keys} | {*untied(model, name_or_path)}
+    if unplanned := sorted(untied_names - {*planned}):
         raise ConfigError(
             f"model.name_or_path = {name_or_path!r}: its files, which were not here when it was planned, have "
-            f"{left[0]} of their own, which its config ties; start once more"
+            f"{unplanned[0]} of their own, which its config ties; start once more"
         )
 
 

@@ -42,19 +42,19 @@ def _events(steps: Steps) -> Iterator[dict[str, Any]]:
 
 def within(events: Sequence[TraceEvent], seconds: float) -> list[TraceEvent]:
     """What is from 0 to ``seconds``: what began in the step before, or ends in the next one, is cut."""
-    cut = (replace(each, start=max(each.start, 0.0), end=min(each.end, seconds)) for each in events)
-    return [each for each in cut if each.end > each.start]
+    cut = (replace(event, start=max(event.start, 0.0), end=min(event.end, seconds)) for event in events)
+    return [event for event in cut if event.end > event.start]
 
 
 def _tracks(events: Sequence[TraceEvent], resource: Resource) -> list[list[TraceEvent]]:
     """What a resource does, by start, each on the first track that is free: slices of one track do not overlap."""
-    found = list[list[TraceEvent]]()
+    tracks = list[list[TraceEvent]]()
     for event in sorted((one for one in events if one.resource is resource), key=lambda one: (one.start, one.end)):
-        free = next((track for track in found if track[-1].end <= event.start), None)
+        free = next((track for track in tracks if track[-1].end <= event.start), None)
         if free is None:
-            found.append(free := [])
+            tracks.append(free := [])
         free.append(event)
-    return found
+    return tracks
 
 
 def _named(what: str, process: int, track: int, name: str) -> dict[str, Any]:

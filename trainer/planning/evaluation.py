@@ -68,27 +68,27 @@ class Taken(NamedTuple):
 
 def rows(config: RunConfig, plan: Plan, *, masked: bool = True) -> Taken:
     """How many rows an evaluation takes. Raise ConfigError if those of the config do not fit, or not even one does."""
-    given = config.training.per_device_eval_batch_size
-    wanted = given or DEFAULT
+    by_user = config.training.per_device_eval_batch_size
+    num_rows = by_user or DEFAULT
     if plan.facts.run.stages > 1:
-        return Taken(wanted)
+        return Taken(num_rows)
     try:
-        what = f"evaluation of {wanted}{' without mask' * (not masked)}"
-        counted = cached(config, Evaluation, lambda: count(config, wanted, masked=masked), what=what)
+        what = f"evaluation of {num_rows}{' without mask' * (not masked)}"
+        counted = cached(config, Evaluation, lambda: count(config, num_rows, masked=masked), what=what)
     except ConfigError:
         raise  # held-out rows may be longer than those of training, and than the model has positions
     except Exception as error:  # forward without labels may do what the one that was counted for training does not
-        return Taken(wanted, line=f"evaluation: its memory is not counted: {first_line(error)}")
+        return Taken(num_rows, line=f"evaluation: its memory is not counted: {first_line(error)}")
     room = room_of(config, plan)
     most = counted.fitting(room)
-    if wanted <= most:
-        return _taken(counted, wanted, plan)
-    what = f"{human(counted.of(wanted))} on the device, where the plan leaves {human(room)}"
+    if num_rows <= most:
+        return _taken(counted, num_rows, plan)
+    what = f"{human(counted.of(num_rows))} on the device, where the plan leaves {human(room)}"
     if most == 0:
         cure = "lower data.max_length, give training more memory, or leave the held-out rows out"
         raise ConfigError(f"evaluation: one row of {config.data.max_length} tokens takes {what}; {cure}")
-    if given is not None:
-        raise config.error(KEY, given, f"an evaluation of so many rows takes {what}; the largest that fits is {most}")
+    if by_user is not None:
+        raise config.error(KEY, by_user, f"an evaluation of so many rows takes {what}; the largest that fits is {most}")
     return _taken(counted, most, plan, f", since {DEFAULT} take {what}")
 
 
@@ -136,11 +136,11 @@ def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:
     from deepstow.trainer.tasks.task import losses_of, scores
 
     task, autocast = config.chosen_task, facts.autocast_of(config)
-    given, labels = dict(inputs), None
-    if task.language and not any(each.own_loss for each in config.switched_on):
-        labels = given.pop("labels")
-        labels = given.pop("shift_labels", labels)  # of a slice of a row
+    arguments, labels = dict(inputs), None
+    if task.language and not any(recipe.own_loss for recipe in config.switched_on):
+        labels = arguments.pop("labels")
+        labels = arguments.pop("shift_labels", labels)  # of a slice of a row
     with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
-        found = task.forward(model, config)(**given)
-    found = found if autocast is None else convert_to_fp32(found)
-    return found if labels is None else losses_of(scores(found), labels)  # not shifted: as many, but for one
+        outputs = task.forward(model, config)(**arguments)
+    outputs = outputs if autocast is None else convert_to_fp32(outputs)
+    return outputs if labels is None else losses_of(scores(outputs), labels)  # not shifted: as many, but for one

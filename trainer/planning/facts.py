@@ -75,13 +75,13 @@ def gather(
     """All facts of a run on ``world_size`` ranks of ``machine``. ``masked``: as for ``count_model``. ConfigError: the
     model cannot be described.
     """
-    whole = counted(config, masked=masked)
+    model_count = counted(config, masked=masked)
     run = run_facts(config, world_size)
     if refused := _not_layerwise(config):
-        whole = replace(whole, not_layerwise=refused)
-    held = [each for recipe in config.switched_on for each in recipe.memory(config, whole, run)]
+        model_count = replace(model_count, not_layerwise=refused)
+    held = [item for recipe in config.switched_on for item in recipe.memory(config, model_count, run)]
     run = replace(run, held=tuple(held))
-    return facts_of(whole, run, config.strategies, machine, local_world_size)
+    return facts_of(model_count, run, config.strategies, machine, local_world_size)
 
 
 def _not_layerwise(config: RunConfig) -> str:
@@ -89,19 +89,19 @@ def _not_layerwise(config: RunConfig) -> str:
     kwargs = config.training.gradient_checkpointing_kwargs or config.training.activation_checkpointing_kwargs or {}
     reasons = {
         f"a loss of task: {config.task} may run the model twice": not config.chosen_task.runs_once,
-        **{each.not_layerwise: bool(each.not_layerwise) for each in config.switched_on},
+        **{recipe.not_layerwise: bool(recipe.not_layerwise) for recipe in config.switched_on},
         "reentrant checkpoints run a backward of their own": bool(kwargs.get("use_reentrant")),
     }
-    return next((reason for reason, is_so in reasons.items() if is_so), "")
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def facts_of(
     count: ModelCount, run: RunFacts, strategies: Mapping[str, Strategy], machine: Machine, local_world_size: int
 ) -> Facts:
     """The facts of a ``run`` with these ``strategies``, of a model that is counted already."""
-    here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(strategies))
+    of_machine = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(strategies))
     run = replace(run, accelerated=machine.device_kind != "cpu")
-    return asked(count, strategies).facts(run, here)
+    return asked(count, strategies).facts(run, of_machine)
 
 
 def check_model(config: RunConfig, built: Any) -> None:
@@ -129,7 +129,7 @@ def check_model(config: RunConfig, built: Any) -> None:
     keys = built.get_text_config().to_dict()
     saved = partial(hub.file_of, config.model.name_or_path)
     refuse(config, [*config.chosen_task.refuses_model(config, built, saved), *attention.refuses_model(config, built)])
-    refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
+    refuse(config, [refused for strategy in config.strategies.values() for refused in strategy.refuses_model(keys)])
 
 
 def tasks_of(built: Any) -> str:
@@ -151,7 +151,7 @@ def sees_what_follows(built: Any) -> bool:
 def refuse(config: RunConfig, found: Sequence[Refusal]) -> None:
     """Raise ConfigError with a line for each refusal, which begins with file and line of its key."""
     if found:
-        raise ConfigError(config.error(each.key, each.value, each.cure).lines[0] for each in found)
+        raise ConfigError(config.error(refusal.key, refusal.value, refusal.cure).lines[0] for refusal in found)
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -173,7 +173,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
         slices=divided.get(Axis.SEQUENCE, 1),
-        stowed=any(each.phase is Phase.WHERE for each in config.strategies.values()),
+        stowed=any(strategy.phase is Phase.WHERE for strategy in config.strategies.values()),
         in_slices=Axis.TOKENS in divided,
         adapters=config.model.lora is not None,
         steps=max(0, training.max_steps),
@@ -188,15 +188,15 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     host = machine.host_available_bytes // local_world_size + min(machine.host_own_bytes, runtime)
     if (rates := known_rates(machine).rates) is not None:
         rates = rates.shared_by(local_world_size)
-    here: dict[str, Any] = {"ranks": local_world_size}
+    local_facts: dict[str, Any] = {"ranks": local_world_size}
     if machine.origin == "probed":
-        here["in_order"] = platform.machine() in IN_ORDER
+        local_facts["in_order"] = platform.machine() in IN_ORDER
     if machine.device_kind == "cpu":
-        return MachineFacts(machine.name, host - runtime, host, runtime, rates, **here)
+        return MachineFacts(machine.name, host - runtime, host, runtime, rates, **local_facts)
     # Of small devices no more than what auto leaves over.
     beside = min(OVERHEAD_BYTES.get(machine.device_kind, 0), machine.device_total_bytes // 10)
     device = machine.device_total_bytes - beside
-    return MachineFacts(machine.name, device, host, runtime, rates, **here, device_overhead_bytes=beside)
+    return MachineFacts(machine.name, device, host, runtime, rates, **local_facts, device_overhead_bytes=beside)
 
 
 def asked(count: ModelCount, strategies: Mapping[str, Strategy]) -> ModelCount:
@@ -268,7 +268,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     precision, task = precision_of(config), config.chosen_task
     autocast = autocast_of(config)
     model: Any = meta_model(config)
-    whole = _whole(config)
+    undivided = _whole(config)
     loaded = sizes(model)
     cast_weights(config, model)
     with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
@@ -284,7 +284,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs |= recipe.counted_loss(model, config, shape)
         shift = task.language
         call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
-        found = _counted_forward(model, call, shape)
+        counter = _counted_forward(model, call, shape)
     ratio = config.model.lr_ratio
     groups = decay_groups(model) if ratio is None else loraplus_groups(model, ratio)
 
@@ -295,10 +295,10 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         return "bfloat16" if rounded or precision is Precision.BF16 else "float32"
 
     return replace(
-        count_of(model, found, groups, dtype_of, autocast),
+        count_of(model, counter, groups, dtype_of, autocast),
         **loaded,
-        model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
-        model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
+        model_params=0 if undivided is None else sum(unit.num_params for unit in undivided.units),
+        model_flops=undivided.forward_flops if undivided is not None else slices * counter.flops if slices > 1 else 0,
     )
 
 
@@ -327,7 +327,7 @@ def count_of(
     config = getattr(model, "config", None)
     config = config if hasattr(config, "get_text_config") else None  # Transformers', and not a class of the user's
     text = None if config is None else config.get_text_config()
-    experts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
+    experts = (number for module in model.modules() if isinstance(number := getattr(module, "num_experts", 0), int))
     return ModelCount(
         units=found.units(),
         params=list_params(model, groups, dtype_of, found.outside, found.computing),
@@ -398,15 +398,15 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
 
 def _divided(config: RunConfig) -> bool:
     """Whether tensor ranks divide the model's layers."""
-    return any(Axis.TENSOR in each.divides() for each in config.strategies.values())
+    return any(Axis.TENSOR in strategy.divides() for strategy in config.strategies.values())
 
 
 def _whole(config: RunConfig) -> ModelCount | None:
     """The count of the whole model, where tensor ranks divide its layers."""
     if not _divided(config):
         return None
-    undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
-    return counted(config.model_copy(update={"strategies": undivided}))
+    without = {name: strategy for name, strategy in config.strategies.items() if Axis.TENSOR not in strategy.divides()}
+    return counted(config.model_copy(update={"strategies": without}))
 
 
 def _call(
@@ -419,8 +419,8 @@ def _call(
             return model(**inputs)
         from transformers.trainer_pt_utils import LabelSmoother
 
-        rest = {key: inputs[key] for key in inputs if key != "labels"}
-        return {"loss": LabelSmoother(smoothing)(model(**rest), inputs["labels"], shift_labels=shift)}
+        unlabelled = {key: inputs[key] for key in inputs if key != "labels"}
+        return {"loss": LabelSmoother(smoothing)(model(**unlabelled), inputs["labels"], shift_labels=shift)}
 
     return under_autocast(run, autocast)
 
@@ -435,9 +435,9 @@ def under_autocast(run: Callable[[], Any], autocast: Any, device_kind: str = "cp
         from accelerate.utils import convert_to_fp32
 
         with torch.autocast(device_kind, autocast):
-            found = convert_to_fp32(run())
+            outputs = convert_to_fp32(run())
         torch.clear_autocast_cache()  # within another autocast cast weights would stay, and not count the next time
-        return found
+        return outputs
 
     return run if autocast is None else cast
 
@@ -464,10 +464,10 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
         if not task.language and getattr(hf_config, name, None) is None:
             setattr(hf_config, name, 0)
     # A flash kernel that is not installed here saves what torch's fused attention saves, and so does flex attention.
-    named = attention.of_copy(section).get("attn_implementation", "sdpa")
+    kernel = attention.of_copy(section).get("attn_implementation", "sdpa")
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
-    options["attn_implementation"] = named
-    lacking = f"model.attn_implementation = {named!r}: {hf_config.model_type} does not support it; leave it out"
+    options["attn_implementation"] = kernel
+    lacking = f"model.attn_implementation = {kernel!r}: {hf_config.model_type} does not support it; leave it out"
     lacking = attention.NO_MASK.format(hf_config.model_type) if section.attention_mask else lacking
     with torch.device("meta"):
         try:
@@ -476,11 +476,11 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             reason = str(error).splitlines()[0]
             if "does not support" not in reason:
                 raise ConfigError(f"model: {reason}") from None
-            if section.attn_implementation == named:
+            if section.attn_implementation == kernel:
                 raise ConfigError(lacking) from None
             model = auto.from_config(hf_config, **options | {"attn_implementation": "eager"})
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
-            if error.args[0] in (section.attn_implementation, named):  # and attention, by Falcon and GPT-J
+            if error.args[0] in (section.attn_implementation, kernel):  # and attention, by Falcon and GPT-J
                 raise ConfigError(lacking) from None
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except Exception as error:  # too large for a machine, padding beyond the vocabulary, odd values

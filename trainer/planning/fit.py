@@ -63,7 +63,7 @@ def config_of(model: str | None, overrides: Sequence[str], *, accelerated: bool)
     """The config of a model by name, folder or keys of ``model.config`` among ``overrides``, with default tokens; in
     bf16 if ``accelerated``. Raises ConfigError if no model is named, or a key is wrong.
     """
-    if model is None and not any(each.startswith("model.config") for each in overrides):
+    if model is None and not any(override.startswith("model.config") for override in overrides):
         raise ConfigError(
             "deepstow fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "
             "model.config.hidden_size=4096 and the other sizes"
@@ -109,8 +109,8 @@ class FitRow:
 
     @property
     def lacks(self) -> str:
-        said = ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in self.missing.items())
-        return f"{said}; {self.instead}" if self.instead else said
+        amounts = ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in self.missing.items())
+        return f"{amounts}; {self.instead}" if self.instead else amounts
 
     def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
@@ -152,14 +152,14 @@ class Fit:
             return rows
         lost = [] if any(row.fits for row in rows if row.kind == "full") else [*self._inexactly()]
         rows += [*self._on_disk(rows), *lost, *self._over_ranks()]
-        whole = (row for row in rows if row.kind == "full" and row.ranks <= self.ranks.world_size)
-        return rows if any(row.fits for row in whole) else [*rows, *self._rows_divided()]
+        in_full = (row for row in rows if row.kind == "full" and row.ranks <= self.ranks.world_size)
+        return rows if any(row.fits for row in in_full) else [*rows, *self._rows_divided()]
 
     def own(self, *, plain: bool = False) -> list[FitRow]:
         """Ways of training what the config trains: as it is and, unless ``plain``, with each strategy that saves memory
         and with all of them.
         """
-        way = next(each for each in _plain(self.config) if each.kind == _kind(self.config))
+        way = next(row for row in _plain(self.config) if row.kind == _kind(self.config))
         names = [name for name in _saving() if not _fit(name).needs_ranks]
         groups = [[]] if plain else [[], *([name] for name in names), names]
         return [self._row(way.using(group), self.ranks) for group in groups]
@@ -183,12 +183,12 @@ class Fit:
         """Rows on the ranks that were asked for: each way that is not the same as one before it."""
         config, rows = self.config, list[FitRow]()
         if as_given and config.strategies:
-            given = FitRow(kind=_kind(config), tree=config.tree(), given=True)
-            rows.append(self._row(given, self.ranks))
+            unchanged = FitRow(kind=_kind(config), tree=config.tree(), given=True)
+            rows.append(self._row(unchanged, self.ranks))
         names = [name for name in _saving() if not _fit(name).needs_ranks]
-        own = [plain.kind for plain in _plain(config)].index(_kind(config))
+        own_index = [plain.kind for plain in _plain(config)].index(_kind(config))
         for number, plain in enumerate(_plain(config)):
-            if self.short and number > own and any(row.fits for row in rows):
+            if self.short and number > own_index and any(row.fits for row in rows):
                 break
             for group in ([], *([name] for name in names), names):
                 row = self._row(plain.using(group), self.ranks)
@@ -200,11 +200,11 @@ class Fit:
 
     def _on_disk(self, rows: Sequence[FitRow]) -> Iterator[FitRow]:
         """Ways of which nothing fits, with as much of a disk as it takes."""
-        names = [each for each in _saving() if not _fit(each).needs_ranks]
+        names = [name for name in _saving() if not _fit(name).needs_ranks]
         for plain in _plain(self.config):
-            some = [row for row in rows if row.kind == plain.kind]
-            named = [key for name in names for key in _fit(name).disk or () if key in plain.kept.get(name, {})]
-            if named or not any(row.missing for row in some) or any(row.fits for row in some):
+            of_kind = [row for row in rows if row.kind == plain.kind]
+            disk_keys = [key for name in names for key in _fit(name).disk or () if key in plain.kept.get(name, {})]
+            if disk_keys or not any(row.missing for row in of_kind) or any(row.fits for row in of_kind):
                 continue
             if (size := self._disk_of(plain.using(names).on_disk(BOUNDLESS))) is not None:
                 yield self._row(plain.using(names).on_disk(size), self.ranks)
@@ -219,9 +219,9 @@ class Fit:
 
     def _inexactly(self) -> Iterator[FitRow]:
         """All weights on the ranks that were asked for, with ever less state until it fits."""
-        way = _plain(self.config)[0].using([each for each in _saving() if not _fit(each).needs_ranks])
-        for less in (changed for name in way.strategies for changed in _fit(name).inexactly):
-            row = self._row(replace(way, kind=INEXACT, tree=merged(way.tree, dict(less))), self.ranks)
+        way = _plain(self.config)[0].using([name for name in _saving() if not _fit(name).needs_ranks])
+        for options in (changed for name in way.strategies for changed in _fit(name).inexactly):
+            row = self._row(replace(way, kind=INEXACT, tree=merged(way.tree, dict(options))), self.ranks)
             if row.refused:
                 continue
             yield row
@@ -230,15 +230,15 @@ class Fit:
 
     def _over_ranks(self) -> Iterator[FitRow]:
         """All weights over several ranks of a machine: what needs ranks alone if that fits, else with another one."""
-        whole, now = _plain(self.config)[0], self.ranks
-        whole = replace(whole, kept={name: _exactly(name, some) for name, some in whole.kept.items()})
+        full, present = _plain(self.config)[0], self.ranks
+        full = replace(full, kept={name: _exactly(name, options) for name, options in full.kept.items()})
         alone = [name for name in _saving() if not _fit(name).needs_ranks]
         for sharing in (name for name in _saving() if _fit(name).needs_ranks):
-            ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
-            for count in [now.world_size] * (now.world_size > 1) + [*self.more]:
+            ways = [full.using([sharing]), *(full.using([sharing, name]) for name in alone)]
+            for count in [present.world_size] * (present.world_size > 1) + [*self.more]:
                 if not ways:  # all are refused, on so many ranks as well
                     break
-                ranks = Ranks(world_size=count, local_world_size=min(count, max(now.local_world_size, A_MACHINE)))
+                ranks = Ranks(world_size=count, local_world_size=min(count, max(present.local_world_size, A_MACHINE)))
                 rows = []
                 for way in list(ways):
                     rows.append(self._row(way, ranks))
@@ -252,9 +252,9 @@ class Fit:
         """All weights, with all that saves memory, and rows divided over the ranks of a machine, or as many of them as
         the model takes.
         """
-        way, here = _plain(self.config)[0].using(_saving()), self.ranks.local_world_size
-        for name in (each for each in available() if _fit(each).rows_by):
-            for degree in (each for each in range(here, 1, -1) if here % each == 0):
+        way, on_machine = _plain(self.config)[0].using(_saving()), self.ranks.local_world_size
+        for name in (name for name in available() if _fit(name).rows_by):
+            for degree in (degree for degree in range(on_machine, 1, -1) if on_machine % degree == 0):
                 chosen = {name: {_fit(name).rows_by: degree}, **way.tree["strategies"]}
                 tree = way.tree | {"strategies": chosen}
                 row = self._row(replace(way, strategies=(name, *way.strategies), tree=tree), self.ranks)
@@ -270,8 +270,8 @@ class Fit:
             plan = self._planned(row, ranks, self.machine)
         except TooLargeError as short:
             tier = Tier(short.tier)
-            if tier is Tier.DEVICE and not row.given and (found := self._short_of_host(row, ranks, short.budget)):
-                return found
+            if tier is Tier.DEVICE and not row.given and (of_host := self._short_of_host(row, ranks, short.budget)):
+                return of_host
             return replace(row, needed={tier: short.needed}, missing={tier: short.needed - short.budget})
         except ValidationError as error:
             return replace(row, refused=error.errors()[0]["msg"].removeprefix("Value error, "))
@@ -287,7 +287,7 @@ class Fit:
         """The plan of ``way``; of stages, that which needs most."""
         config = build(way.tree).like(self.config)
         if not way.given:
-            brief = {name: each.briefly() for name, each in config.strategies.items()}
+            brief = {name: strategy.briefly() for name, strategy in config.strategies.items()}
             config = config.model_copy(update={"strategies": brief})
         return max(plans_of(config, ranks, machine), key=lambda each: each.peak(Tier.DEVICE))
 
@@ -311,8 +311,8 @@ class Fit:
             if short.tier != Tier.HOST.value:
                 return None
             lacks = short.needed - short.budget
-            wanted = machine.host_available_bytes + ranks.local_world_size * -(-lacks * 10 // 9)
-            instead = f"with {human(wanted)} of host memory {human(on_device)} of the device do"
+            host_bytes = machine.host_available_bytes + ranks.local_world_size * -(-lacks * 10 // 9)
+            instead = f"with {human(host_bytes)} of host memory {human(on_device)} of the device do"
             needed, missing = {Tier.DEVICE: on_device, Tier.HOST: short.needed}, {Tier.HOST: lacks}
             missing |= {Tier.DEVICE: on_device - budget} if on_device > budget else {}
             return replace(row, needed=needed, missing=missing, instead=instead)
@@ -353,8 +353,8 @@ def _plain(config: RunConfig) -> list[FitRow]:
     ``deepstow search`` compares.
     """
     tree, saving = config.tree(), _saving()
-    given = {name: tree["strategies"][name] or {} for name in saving if name in tree["strategies"]}
-    kept = {name: _of_machine(name, some) for name, some in given.items()}
+    configured = {name: tree["strategies"][name] or {} for name in saving if name in tree["strategies"]}
+    kept = {name: _of_machine(name, options) for name, options in configured.items()}
     dropped = {*saving, *(name for name, strategy in config.strategies.items() if strategy.divides())}
     tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
     alone = {f"strategies.{name}" for name in saving}
@@ -362,13 +362,13 @@ def _plain(config: RunConfig) -> list[FitRow]:
         if section == "training" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
     model = dict(tree["model"])
-    own, _ = model.pop("lora", None), model.pop("adapter", None)
-    if own is not None and model["dtype"] == "bfloat16":
+    lora, _ = model.pop("lora", None), model.pop("adapter", None)
+    if lora is not None and model["dtype"] == "bfloat16":
         model["dtype"] = "float32"  # bf16 was for the frozen weights
     bits = model.pop("quantization_config", None)
-    half = {"dtype": "bfloat16"} if config.training.bf16 and own is None else {}
+    half = {"dtype": "bfloat16"} if config.training.bf16 and lora is None else {}
     adapters = {name: value for name, value in tree["model"].items() if name != "quantization_config"}
-    adapters |= {"lora": own or LORA_SECTION} | half
+    adapters |= {"lora": lora or LORA_SECTION} | half
     rows = [
         FitRow(tree=tree | {"model": model}, kept=kept),
         FitRow(kind="LoRA", tree=tree | {"model": adapters}, kept=kept),
@@ -382,7 +382,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
 
 def _exactly(name: str, options: Tree) -> Tree:
     """Those of a strategy's ``options`` that give no exactness up; the others are for one rank."""
-    inexact = {key for each in _fit(name).inexactly for key in each["strategies"][name]}
+    inexact = {key for change in _fit(name).inexactly for key in change["strategies"][name]}
     return {key: value for key, value in options.items() if key not in inexact}
 
 
@@ -411,12 +411,12 @@ def _alike(row: FitRow, other: FitRow) -> bool:
 
 def changes(written: Tree, tree: Tree) -> tuple[str, ...]:
     """What has to change in a config, as on the command line: ``model.dtype=bfloat16``, ``strategies.zero=null``."""
-    found = [each for name in ("model", "training") for each in _changed((name,), written[name], tree[name])]
+    changed = [line for name in ("model", "training") for line in _changed((name,), written[name], tree[name])]
     old, new = (
-        {name: _without_defaults(name, options) for name, options in each["strategies"].items()}
-        for each in (written, tree)
+        {name: _without_defaults(name, options) for name, options in side["strategies"].items()}
+        for side in (written, tree)
     )
-    return *found, *_changed(("strategies",), old, new)
+    return *changed, *_changed(("strategies",), old, new)
 
 
 def _changed(key: Key, old: Tree, new: Tree) -> Iterator[str]:
@@ -439,8 +439,8 @@ def lines(rows: Sequence[FitRow]) -> list[str]:
     common = [line for line in rows[0].write if all(line in row.write for row in rows)]
     cells = [cell for number, row in enumerate(rows, 1) for cell in _cells(number, row, common)]
     always = [f"in every row: {quote(line)}" for line in common]
-    parts = [(what, [row for row in rows if row.kind == kind]) for kind, what in KINDS.items()]
-    answers = [_answer(what, some) for what, some in parts if some]
+    by_kind = [(what, [row for row in rows if row.kind == kind]) for kind, what in KINDS.items()]
+    answers = [_answer(what, of_kind) for what, of_kind in by_kind if of_kind]
     header, several = list(HEADER), len({row.ranks for row in rows}) > 1
     if not several:
         at = header.index("ranks")
@@ -453,12 +453,12 @@ def _cells(number: int, row: FitRow, common: Sequence[str]) -> Iterator[tuple[st
     short = ", ".join(f"{tier.value} lacks {human(size)}" for tier, size in row.missing.items())
     says = "yes" if row.fits else f"no: {'refused' if row.refused else short}"
     seconds = UNKNOWN if row.seconds is None else f"{row.seconds:.3g} s"
-    own = [quote(line) for line in row.write if line not in common] or ["as it is"]
+    edits = [quote(line) for line in row.write if line not in common] or ["as it is"]
     if not row.fits:
-        own = [f"({row.refused or row.instead})"] if row.refused or row.instead else [""]
+        edits = [f"({row.refused or row.instead})"] if row.refused or row.instead else [""]
     if row.disk:
-        own.append(f"(with a disk of {human_gb(row.disk)})")
-    first, *others = own
+        edits.append(f"(with a disk of {human_gb(row.disk)})")
+    first, *others = edits
     yield (str(number), says, row.training, str(row.ranks), *needed, seconds, first)
     for line in others:
         yield ("", "", "", "", "", "", "", line)
@@ -473,9 +473,9 @@ def _answer(what: str, rows: Sequence[FitRow]) -> str:
     """One line: what fits on as many ranks as there are, or what would."""
     least = min(row.ranks for row in rows)
     fitting = [row for row in rows if row.fits]
-    here = [row for row in fitting if row.ranks == least]
-    if here:
-        best = fastest(here)
+    on_least = [row for row in fitting if row.ranks == least]
+    if on_least:
+        best = fastest(on_least)
         seconds = "" if best.seconds is None else f", {best.seconds:.3g} s per step (simulated)"
         disk = f" with a disk of {human_gb(best.disk)}" if best.disk else ""
         return f"{what} fits{disk}: {best.training}{seconds}"
@@ -492,8 +492,8 @@ def _answer(what: str, rows: Sequence[FitRow]) -> str:
 
 def fastest(rows: Sequence[FitRow]) -> FitRow:
     """The first of these rows that is about as fast as any; all of them fit."""
-    known = [row.seconds for row in rows if row.seconds is not None]
-    return next(row for row in rows if row.seconds is None or row.seconds <= min(known) * (1 + SAME))
+    seconds = [row.seconds for row in rows if row.seconds is not None]
+    return next(row for row in rows if row.seconds is None or row.seconds <= min(seconds) * (1 + SAME))
 
 
 # --- a whole config --------------------------------------------------------------------------------------------------
@@ -511,9 +511,9 @@ def chosen(rows: Sequence[FitRow], config: RunConfig, number: int | None) -> Fit
         return rows[number - 1]
     least = min(row.ranks for row in rows)
     for kind in (_kind(config), *KINDS):
-        some = [row for row in rows if row.kind == kind and row.fits]
-        if some := [row for row in some if row.ranks == least] or some:
-            return fastest(some)
+        fitting = [row for row in rows if row.kind == kind and row.fits]
+        if fitting := [row for row in fitting if row.ranks == least] or fitting:
+            return fastest(fitting)
     raise ConfigError("--write: nothing fits, so nothing is written")
 
 
@@ -522,29 +522,29 @@ def text(config: RunConfig, row: FitRow, machine: Machine, path: Path) -> str:
     peaks = ", ".join(f"{tier.value} {human(row.needed[tier])}" for tier in Tier if tier in row.needed)
     step = "" if row.seconds is None else f", {row.seconds:.3g} s per step (simulated)"
     ranks = f" --ranks {row.ranks}" if row.ranks > 1 else ""
-    said = [f"{row.training}, on {machine.name}", f"each rank, by the plan: {peaks}{step}"]
-    said += [f"next: deepstow train{ranks} --config {path}"]
+    notes = [f"{row.training}, on {machine.name}", f"each rank, by the plan: {peaks}{step}"]
+    notes += [f"next: deepstow train{ranks} --config {path}"]
     tree = whole(config, row)
-    said += ["data.path: name a file of yours"] * (tree["data"].get("path") == ROWS_OF_NOBODY)
-    said += ["model.tokenizer: name one"] * (tree["model"].get("tokenizer") == TOKENIZER)
-    said += [f"strategies.offload.disk: name a folder on a local disk with {human_gb(row.disk)} free"] * bool(row.disk)
-    return "".join(f"# {line}\n" for line in said) + write(tree)
+    notes += ["data.path: name a file of yours"] * (tree["data"].get("path") == ROWS_OF_NOBODY)
+    notes += ["model.tokenizer: name one"] * (tree["model"].get("tokenizer") == TOKENIZER)
+    notes += [f"strategies.offload.disk: name a folder on a local disk with {human_gb(row.disk)} free"] * bool(row.disk)
+    return "".join(f"# {line}\n" for line in notes) + write(tree)
 
 
 def whole(config: RunConfig, row: FitRow) -> Tree:
     """The config of ``row``, with the keys that ``config`` has set and those that differ."""
-    before, found = config.tree(), _set(config)
+    tree, result = config.tree(), _set(config)
     for section in ("model", "training"):
-        now = row.tree[section]
-        kept = {name: value for name, value in found[section].items() if name in now}
-        found[section] = kept | {name: value for name, value in now.items() if before[section].get(name) != value}
-    own = {name: dict(each.written) for name, each in config.strategies.items()}
-    found["strategies"] = {
-        name: own[name] if options == before["strategies"].get(name) else _without_defaults(name, options)
+        values = row.tree[section]
+        kept = {name: value for name, value in result[section].items() if name in values}
+        result[section] = kept | {name: value for name, value in values.items() if tree[section].get(name) != value}
+    own_options = {name: dict(strategy.written) for name, strategy in config.strategies.items()}
+    result["strategies"] = {
+        name: own_options[name] if options == tree["strategies"].get(name) else _without_defaults(name, options)
         for name, options in row.tree["strategies"].items()
     }
-    assert build(merged(found, {})).tree() == build(row.tree).tree(), "what is written is the row"
-    return found
+    assert build(merged(result, {})).tree() == build(row.tree).tree(), "what is written is the row"
+    return result
 
 
 def _set(config: RunConfig) -> Tree:

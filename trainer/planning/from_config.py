@@ -63,18 +63,18 @@ def plan_of(config: RunConfig, ranks: Ranks, machine: Machine, *, masked: bool =
         ConfigError: strategies conflict, or one cannot work with these facts; TooLargeError: memory is not enough.
     """
     check_options(config, ranks.world_size, installed=False)
-    whole = facts.gather(config, ranks.world_size, ranks.local_world_size, machine, masked=masked)
+    undivided = facts.gather(config, ranks.world_size, ranks.local_world_size, machine, masked=masked)
     try:
-        known = narrowed(config, whole, ranks.rank)
+        local = narrowed(config, undivided, ranks.rank)
     except Refusal as refused:
         raise _located(config, refused) from None
     if Requirement.BLOCK_TIMES in requirements_of(config.strategies) and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
-        known = replace(known, unit_times=block_timing.read(folder, known, "unit_times" if resumes else "measured"))
+        local = replace(local, unit_times=block_timing.read(folder, local, "unit_times" if resumes else "measured"))
     try:
-        plan = compose(config.strategies, known)
+        plan = compose(config.strategies, local)
     except (Conflict, Refusal) as refused:
-        raise _located(config, _largest(config, whole, refused)) from None
+        raise _located(config, _largest(config, undivided, refused)) from None
     return plan
 
 
@@ -109,7 +109,7 @@ def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> l
 
 def budget_of(config: RunConfig, plan: Plan) -> int:
     """Bytes of the device that the run may use, for what comes before training as well."""
-    allowed = (each.budget(plan.facts) for each in config.strategies.values() if isinstance(each, HasBudget))
+    allowed = (placer.budget(plan.facts) for placer in config.strategies.values() if isinstance(placer, HasBudget))
     return min([plan.facts.machine.device_bytes, *allowed])
 
 
@@ -133,11 +133,11 @@ class Short(NamedTuple):
 def short(config: RunConfig, plans: Sequence[Plan], edits: Sequence[str], notes: Sequence[str], *, more: str) -> Short:
     """The plan of a run's stages in a few lines. Arguments: ``short_plan.lines``."""
     allowed = budgets(config, plans[0])
-    said = short_plan.lines(plans, allowed, advice=edits, notes=notes, asked=config.strategies.keys(), more=more)
+    text_lines = short_plan.lines(plans, allowed, advice=edits, notes=notes, asked=config.strategies.keys(), more=more)
     beyond = {tier: size for plan in plans for tier, size in short_plan.missing(plan, allowed).items()}
     lacks = ", ".join(f"the {tier.value} {human(size)}" for tier, size in beyond.items())
     cure = "deepstow fit --config FILE shows what fits"
-    return Short(said, f"by the plan memory is short of what is safe: {lacks}; {cure}" if lacks else "")
+    return Short(text_lines, f"by the plan memory is short of what is safe: {lacks}; {cure}" if lacks else "")
 
 
 def show_plan(
@@ -152,14 +152,14 @@ def show_plan(
     """
     cost, edits = plan_cost(plan), advice(config, plan)
     remarks = [known_rates(machine).ignored, attention.trained_otherwise(config.model, config_of(config))]
-    if longest > (known := plan.facts.run.positions):  # some row may be so long
-        remarks += positions.beyond(config, known)
+    if longest > (places := plan.facts.run.positions):  # some row may be so long
+        remarks += positions.beyond(config, places)
     place = Path(config.training.output_dir) / "plan.txt"
-    found = short(config, plans, edits, before, more=f"{place}, or deepstow plan --full")
-    for line in [*filter(None, remarks), "\n".join(["", *found.lines, ""])]:
+    summary = short(config, plans, edits, before, more=f"{place}, or deepstow plan --full")
+    for line in [*filter(None, remarks), "\n".join(["", *summary.lines, ""])]:
         write_line(line)
-    if found.lacks:
-        write_line(warning(found.lacks))
+    if summary.lacks:
+        write_line(warning(summary.lacks))
     return {
         "config.yaml": config.dump(),
         "plan.json": json.dumps(full_report.to_json(plan, cost), indent=1),
@@ -186,38 +186,38 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     model is described; with ``installed`` also for packages and the device here, while a plan may be for another
     machine.
     """
-    found = list[Refusal]()
+    problems = list[Refusal]()
     if config.model.attn_implementation == attention.AUTO:
-        found.append(Refusal(attention.KEY, attention.AUTO, "is for a run of a config file; write the kernel here"))
+        problems.append(Refusal(attention.KEY, attention.AUTO, "is for a run of a config file; write the kernel here"))
     for strategy in in_order(config.strategies).values() if installed else ():
         try:
             strategy.check_installed()
         except Refusal as refused:
-            found.append(refused)
+            problems.append(refused)
     if installed:
         from deepstow.strategies.engine.memory import accelerator
 
         on_cpu = bool(config.training.use_cpu) or accelerator.kind() is None
-        found += attention.refusals(config, on_cpu=on_cpu)
+        problems += attention.refusals(config, on_cpu=on_cpu)
         if on_cpu and config.training.fp16 and Requirement.DEEPSPEED not in requirements_of(config.strategies):
             cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
-            found.append(Refusal("training.fp16", True, cure))
+            problems.append(Refusal("training.fp16", True, cure))
     compiles = config.training.compile_key
     if installed and compiles and config.training.compile_backend:
         from deepstow.strategies.engine.forward import compiled
 
         if why := compiled.missing(config.training.compile_backend, on_cpu=on_cpu):
-            found.append(Refusal(f"training.{compiles}", getattr(config.training, compiles), why))
+            problems.append(Refusal(f"training.{compiles}", getattr(config.training, compiles), why))
     if config.task not in TASKS:  # whose code runs after what can be said without it
-        facts.refuse(config, found)
+        facts.refuse(config, problems)
     task = config.chosen_task
     of_strategies = [*refusals(config.strategies, facts.run_facts(config, world_size))]
-    ours = [each for name, each in RECIPES.items() if getattr(config, name) is not None]
-    of_ours = [one for each in ours for one in each.refusals(config, world_size, installed=installed)]
-    found = [*task.refusals(config), *of_strategies, *of_ours, *found]
-    facts.refuse(config, found)
+    recipes = [recipe for name, recipe in RECIPES.items() if getattr(config, name) is not None]
+    of_ours = [why for recipe in recipes for why in recipe.refusals(config, world_size, installed=installed)]
+    problems = [*task.refusals(config), *of_strategies, *of_ours, *problems]
+    facts.refuse(config, problems)
     if config.task not in TASKS and (of_it := of_task(task, flat(config.tree()))):
-        raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in of_it)
+        raise ConfigError(config.error(dotted(fault.key), fault.value, fault.what).lines[0] for fault in of_it)
     _refuse_outside(config, world_size, installed=installed)
     with config.placing():
         for part in config.data.parts():
@@ -227,21 +227,21 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
 
 def _refuse_outside(config: RunConfig, world_size: int, *, installed: bool) -> None:
     """Raise ConfigError for what a recipe from outside cannot do in such a run; first for its options."""
-    others, found = [each for each in config.switched_on if each.name in config.recipes], list[Fault]()
-    for each in others:
-        found += section_faults(each.section, config.recipes[each.name], ("recipes", each.name))
-        if type(each).exports is not Recipe.exports and type(each).writer is Recipe.writer:
-            key, what = ("recipes", each.name), "has exports, and no method writer(config, exact) that makes them"
-            found.append(Fault(key, config.recipes[each.name], what))
-    if others and not found:
-        given = {each.name: Values(each.options(config).model_dump()) for each in others}
-        sections = flat(config.tree()) | given | {"recipes": Values(given)}
-        found += faults(sections, of_recipes(others, sections))
-        alone = [f"recipes.{each.name}" for each in others if each.language]
-        found += faults(sections, language_alone(config.chosen_task, alone))
-    if found:
-        raise ConfigError(config.error(dotted(each.key), each.value, each.what).lines[0] for each in found)
-    facts.refuse(config, [one for each in others for one in each.refusals(config, world_size, installed=installed)])
+    outer, problems = [recipe for recipe in config.switched_on if recipe.name in config.recipes], list[Fault]()
+    for recipe in outer:
+        problems += section_faults(recipe.section, config.recipes[recipe.name], ("recipes", recipe.name))
+        if type(recipe).exports is not Recipe.exports and type(recipe).writer is Recipe.writer:
+            key, what = ("recipes", recipe.name), "has exports, and no method writer(config, exact) that makes them"
+            problems.append(Fault(key, config.recipes[recipe.name], what))
+    if outer and not problems:
+        values = {recipe.name: Values(recipe.options(config).model_dump()) for recipe in outer}
+        sections = flat(config.tree()) | values | {"recipes": Values(values)}
+        problems += faults(sections, of_recipes(outer, sections))
+        alone = [f"recipes.{recipe.name}" for recipe in outer if recipe.language]
+        problems += faults(sections, language_alone(config.chosen_task, alone))
+    if problems:
+        raise ConfigError(config.error(dotted(fault.key), fault.value, fault.what).lines[0] for fault in problems)
+    facts.refuse(config, [why for recipe in outer for why in recipe.refusals(config, world_size, installed=installed)])
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
@@ -252,17 +252,17 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     only_language(config, "--measure")
     if Requirement.BLOCK_TIMES not in requirements_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload and tensor, and none of them is on")
-    known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
-    if known.run.slices > 1:
+    planned = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
+    if planned.run.slices > 1:
         raise ConfigError("--measure: blocks of a slice of a row cannot be timed by themselves; a run times its own")
-    if why := next(filter(None, (each.not_timed(config) for each in config.switched_on)), ""):
+    if why := next(filter(None, (recipe.not_timed(config) for recipe in config.switched_on)), ""):
         raise ConfigError(f"--measure: {why}; a run times its own")
-    if known.run.tensor > 1 and config_of(config).model_type not in IN_SLICES:
+    if planned.run.tensor > 1 and config_of(config).model_type not in IN_SLICES:
         what = f"blocks of {config_of(config).model_type} cannot be built as wide as those of a rank"
         raise ConfigError(f"--measure: {what}; without strategies.tensor they can be timed")
     folder = Path(config.training.output_dir)
     refuse_folder(config)
-    known = replace(known, unit_times=block_timing.read(folder, known, "unit_times"))  # for a run that is resumed
+    planned = replace(planned, unit_times=block_timing.read(folder, planned, "unit_times"))  # for a run that is resumed
 
     def make(blocks: int) -> Any:
         from deepstow.strategies.engine.forward.compiled import compile_blocks
@@ -274,7 +274,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         for name in PER_LAYER:
             if getattr(text, name, None):
                 setattr(text, name, getattr(text, name)[:blocks])
-        if (degree := known.run.tensor) > 1:
+        if (degree := planned.run.tensor) > 1:
             text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             for name in (name for name in DIVIDED if getattr(text, name, None)):
                 setattr(text, name, getattr(text, name) // degree)
@@ -285,13 +285,13 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
             compile_blocks(built, backend)
         return built
 
-    chunks = divisors(known.run.micro_batch) if known.run.tensor > 1 else (1,)
-    found = block_timing.measure(make, known, machine.device_kind, say, chunks)
-    if found is None:
+    chunks = divisors(planned.run.micro_batch) if planned.run.tensor > 1 else (1,)
+    times = block_timing.measure(make, planned, machine.device_kind, say, chunks)
+    if times is None:
         raise ConfigError("--measure: backward did not run through any block; is any parameter trained?")
-    block_timing.store(folder, known, found)
+    block_timing.store(folder, planned, times)
     yield f"measured, and kept in {folder / block_timing.FILE}:"
-    yield from block_timing.lines(known, found)
+    yield from block_timing.lines(planned, times)
 
 
 def refuse_folder(config: RunConfig) -> None:
@@ -313,19 +313,19 @@ def _why_unusable(folder: Path) -> str:
         return f"{nearest} is a file"
     if not os.access(nearest, os.W_OK):
         return f"{nearest} may not be written"
-    other = next((path for name in WRITTEN if (path := folder / name).exists() and not path.is_file()), None)
-    return "" if other is None else f"{other} is no file, and a run writes one there"
+    blocking = next((path for name in WRITTEN if (path := folder / name).exists() and not path.is_file()), None)
+    return "" if blocking is None else f"{blocking} is no file, and a run writes one there"
 
 
 def advice(config: RunConfig, plan: Plan) -> list[str]:
     """Lines for people: the changes of the config that would gain the most."""
-    placing = (each for each in config.strategies.values() if isinstance(each, HasBudget))
-    found = [line for each in placing for line in each.suggest(plan)]
+    placing = (strategy for strategy in config.strategies.values() if isinstance(strategy, HasBudget))
+    edits = [line for strategy in placing for line in strategy.suggest(plan)]
     peak = peak_flops(plan.facts.machine.name)
     if config.training.bf16 and "fp16" in peak and "bf16" not in peak:
         faster = f"fp16's are up to {peak['fp16'] / peak['fp32']:.0f} times as fast"
-        found.append(f"  training.fp16 for bf16: {plan.facts.machine.name} has no units for bf16's products; {faster}")
-    return found
+        edits.append(f"  training.fp16 for bf16: {plan.facts.machine.name} has no units for bf16's products; {faster}")
+    return edits
 
 
 def refuse_impossible(plan: Plan) -> None:

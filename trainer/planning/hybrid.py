@@ -76,18 +76,18 @@ def search(
     sequences = run.micro_batch * run.accumulation * run.replicas
     began = time.process_time()
     shares = Shares(config, ranks, machine, say)
-    known, not_tried = shares.by_size(sequences)
-    in_stages = shares.in_stages(sorted(known))
+    by_size, not_tried = shares.by_size(sequences)
+    in_stages = shares.in_stages(sorted(by_size))
     counted_at = time.process_time()
-    facts = next(iter(known.values()))
+    facts = next(iter(by_size.values()))
     options = _options(config, facts, lossy=lossy)
-    answer = hybrid(known, cluster, sequences, options, in_stages)
-    done = time.process_time()
-    say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
+    answer = hybrid(by_size, cluster, sequences, options, in_stages)
+    ended = time.process_time()
+    say(f"CPU seconds: {ended - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
     if not answer.best:
         size = human(options.device_bytes or machine.device_total_bytes or machine.host_available_bytes)
-        many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
-        line = f"deepstow search: nothing fits on {many} of {machine.name} with {size}; nearest:"
+        rank_words = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
+        line = f"deepstow search: nothing fits on {rank_words} of {machine.name} with {size}; nearest:"
         raise ConfigError([line, *hybrid_table.nothing_fits(answer)])
     peak = machine.peak_flops.get(facts.run.precision.value)
     flops = step_flops(facts) * sequences / facts.run.micro_batch
@@ -109,9 +109,9 @@ def search(
 
 def _options(config: RunConfig, facts: Facts, *, lossy: bool) -> Options:
     """What the search may vary, by what the config has besides."""
-    budgets = (each.budget(facts) for each in config.strategies.values() if isinstance(each, HasBudget))
+    budgets = (strategy.budget(facts) for strategy in config.strategies.values() if isinstance(strategy, HasBudget))
     in_chunks = config.strategies.get(keys.CHUNKS)
-    beside = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
+    beside = {name: strategy for name, strategy in config.strategies.items() if name not in keys.SEARCHED}
     try:
         compressions = [*keys.lossy(facts)] if lossy else []
     except Refusal as refusal:
@@ -152,8 +152,8 @@ def budget(
     unknown.
     """
     shares, degrees = Shares(config, ranks, machine, lambda _: None), keys.read(config.tree(), ranks.world_size)
-    whole, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
-    peak = machine.peak_flops.get(whole.run.precision.value)
+    facts, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
+    peak = machine.peak_flops.get(facts.run.precision.value)
     if rates is None and not peak:
         raise ConfigError(f"--tokens: neither the rates nor the peak of {machine.name} are known; give --profile")
     steps: list[Step] = [(ranks.world_size, plans[0].facts.run.tokens_per_step, None)]
@@ -164,15 +164,15 @@ def budget(
         ratio = cost.seconds / priced[0][2] if cost is not None and len(plans) == 1 else 1.0
         steps = [(number, tokens, ratio * seconds) for number, tokens, seconds in priced]
     again = run_budget.repeated(plan.facts_as_kept() for plan in plans)
-    yield from run_budget.lines(asked, run_budget.active_params(whole), again, peak, steps)
+    yield from run_budget.lines(asked, run_budget.active_params(facts), again, peak, steps)
 
 
 def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster, sequences: int) -> Iterator[str]:
     """Model, machine, network and batch: what all rows have in common."""
     name = config.model.name_or_path or (config.model.config or {})["model_type"]
     size = human(machine.device_total_bytes) if machine.device_kind != "cpu" else "no accelerator"
-    many = f"{ranks.world_size:,} rank{'s' * (ranks.world_size > 1)}, {ranks.local_world_size} per machine"
-    yield f"degrees for {name} on {many}, of {machine.name} ({size})"
+    rank_words = f"{ranks.world_size:,} rank{'s' * (ranks.world_size > 1)}, {ranks.local_world_size} per machine"
+    yield f"degrees for {name} on {rank_words}, of {machine.name} ({size})"
     net = f"exchanges {cluster.inside.bytes_per_s / 1e9:.3g} GB/s per rank inside a machine"
     if cluster.across is not None and cluster.ranks > cluster.per_machine:
         net += f", {cluster.across.bytes_per_s / 1e9:.3g} across"
@@ -220,18 +220,18 @@ class Shares:
 
     def by_size(self, sequences: int) -> tuple[Known, list[str]]:
         """Facts of each share that is tried, and why others are not: multiples of a degree that is refused are, too."""
-        own, ranks, refused = self.whole.run.micro_batch, self._ranks, dict[str, str]()
-        sizes = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
-        found = {Size(own): self.whole} | {Size(size): self._share(Size(size)) for size in sizes[1:]}
+        own_size, ranks, refused = self.whole.run.micro_batch, self._ranks, dict[str, str]()
+        sizes = [own_size, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own_size)]
+        facts_of = {Size(own_size): self.whole} | {Size(size): self._share(Size(size)) for size in sizes[1:]}
         experts = self.whole.run.num_experts
         for name, shares in keys.divided(sizes, ranks.world_size, ranks.local_world_size, experts):
             if name not in refused:
                 try:
-                    found |= {share: self._share(share) for share in shares}
+                    facts_of |= {share: self._share(share) for share in shares}
                 except (ConfigError, ValueError) as error:
                     line = str(error).splitlines()[0] if isinstance(error, ConfigError) else first_line(error)
                     refused[name] = line
-        return found, [*refused.values()]
+        return facts_of, [*refused.values()]
 
     def in_stages(self, sizes: Sequence[Size]) -> Known:
         """Facts of a model in torch's pipeline, of those sizes that stages may have; none where it cannot be cut."""
@@ -247,9 +247,9 @@ class Shares:
         """The facts of a rank's share of the model; ``staged``: in torch's pipeline."""
         micro_batch, *divided = size
         tree = keys.staged(self._tree, size.tensor) if staged else keys.without(self._tree, *divided)
-        named = zip(("tensor rank", "rank of a row", "rank of experts"), divided, strict=True)
-        where = next((f"one {name} of {degree}" for name, degree in named if degree > 1), "a rank")
-        self._say(f"counting a micro-batch of {micro_batch} on {where}{' in stages' * staged}")
+        labelled = zip(("tensor rank", "rank of a row", "rank of experts"), divided, strict=True)
+        share = next((f"one {name} of {degree}" for name, degree in labelled if degree > 1), "a rank")
+        self._say(f"counting a micro-batch of {micro_batch} on {share}{' in stages' * staged}")
         tree = tree | {"training": tree["training"] | {"per_device_train_batch_size": micro_batch}}
         return self._gathered(build(tree).like(self._config))
 
@@ -257,15 +257,15 @@ class Shares:
         """Facts as of a whole model, with one parameter per unit, which says that a tied head uses the embedding's, and
         one for its experts if ranks divide them.
         """
-        found = gather(config, self._ranks.world_size, self._ranks.local_world_size, self._machine)
+        facts = gather(config, self._ranks.world_size, self._ranks.local_world_size, self._machine)
         experts = Counter[str]()
         if Axis.EXPERTS in degrees_of(config.strategies):
             check_model(config, config_of(config))  # which counts that are kept do not
-            found = narrowed(config, found, 0)
-            for param in found.params:
+            facts = narrowed(config, facts, 0)
+            for param in facts.params:
                 if EXPERT.search(param.name):
                     experts[param.unit] += param.num_elements
-        head = next((unit.name for unit in found.units if unit.kind is UnitKind.HEAD), None)
+        head = next((unit.name for unit in facts.units if unit.kind is UnitKind.HEAD), None)
         params = [
             Param(
                 name=unit.name,
@@ -273,10 +273,10 @@ class Shares:
                 num_elements=unit.num_params - experts[unit.name],
                 dtype="float32",
                 group=0 if unit.num_trainable else None,
-                users=(head,) if found.run.tied and head is not None and unit.kind is UnitKind.EMBEDDING else (),
+                users=(head,) if facts.run.tied and head is not None and unit.kind is UnitKind.EMBEDDING else (),
             )
-            for unit in found.units
+            for unit in facts.units
         ]
         params += [Param(f"{unit}: experts", unit, size, "float32", 0) for unit, size in experts.items()]
-        run = replace(found.run, stages=1, tensor=1, model_params=0, model_flops=0)
-        return replace(found, run=run, params=tuple(params))
+        run = replace(facts.run, stages=1, tensor=1, model_params=0, model_flops=0)
+        return replace(facts, run=run, params=tuple(params))

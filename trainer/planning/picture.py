@@ -77,7 +77,7 @@ def plain(text: str) -> str:
 
 def unit(most: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """The largest of ``units`` that is not larger than ``most``, or else the smallest."""
-    return next((each for each in units if most >= each[0]), units[-1])
+    return next((candidate for candidate in units if most >= candidate[0]), units[-1])
 
 
 def action(event: TraceEvent) -> str:
@@ -98,7 +98,7 @@ def draw(plan: Plan, cost: StepCost | None, *, model: str, budget: int | None = 
         figure = _bars(plan, limit)
     else:
         seldom = (Resource.NET, Resource.DISK)
-        shown = [each for each in Resource if each not in seldom or cost.outcome.busy[each]]
+        shown = [resource for resource in Resource if resource not in seldom or cost.outcome.busy[resource]]
         figure = canvas(HEAD + ROW * len(shown) + 3)
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[ROW * len(shown), 2.4])
         resources(above, cost.seconds, cost.outcome.events, shown)
@@ -111,14 +111,14 @@ def draw(plan: Plan, cost: StepCost | None, *, model: str, budget: int | None = 
 
 def beside(plan: Plan, steps: Steps, *, model: str) -> Figure:
     """The ``steps``, one below the other on one axis of time."""
-    events = [event for _, some in steps.values() for event in some]
-    used = [each for each in Resource if any(event.resource is each for event in events)]
+    events = [event for _, step_events in steps.values() for event in step_events]
+    busy = [resource for resource in Resource if any(event.resource is resource for event in events)]
     longest = max(seconds for seconds, _ in steps.values())
-    figure = canvas(HEAD + (ROW * len(used) + 0.6) * len(steps))
+    figure = canvas(HEAD + (ROW * len(busy) + 0.6) * len(steps))
     axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
-    for each, (name, (seconds, some)) in zip(axes, steps.items(), strict=True):
-        resources(each, longest, some, used)
-        each.set_title(f"{name} step: {seconds:.3g} s", loc="left", fontsize="medium")
+    for panel, (name, (seconds, step_events)) in zip(axes, steps.items(), strict=True):
+        resources(panel, longest, step_events, busy)
+        panel.set_title(f"{name} step: {seconds:.3g} s", loc="left", fontsize="medium")
     time_axis(axes[-1], longest)
     legend(figure, axes, events)
     _title(figure, title(plan, None, model)[:1])
@@ -134,9 +134,9 @@ def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
     if cost is None:
         return [about, "predicted peak of one rank; no simulated step: nothing is stowed, or rates are unknown"]
     busy, hidden = cost.outcome.busy, cost.outcome.hidden
-    others = [each for each in Resource if each is not Resource.COMPUTE and busy[each] > 0]
-    parts = [f"{each.value} {busy[each]:.3g} s ({hidden[each] / busy[each]:.0%} hidden)" for each in others]
-    return [about, headline(plan, cost), f"busy beside compute: {', '.join(parts) or 'nothing'}"]
+    transfers = [resource for resource in Resource if resource is not Resource.COMPUTE and busy[resource] > 0]
+    shares = [f"{each.value} {busy[each]:.3g} s ({hidden[each] / busy[each]:.0%} hidden)" for each in transfers]
+    return [about, headline(plan, cost), f"busy beside compute: {', '.join(shares) or 'nothing'}"]
 
 
 def _title(figure: Figure, lines: Iterable[str]) -> None:
@@ -153,7 +153,7 @@ def resources(axes: Axes, seconds: float, events: Sequence[TraceEvent], shown: S
         place = (shown.index(resource) - 0.4, 0.8)
         edges = ["white" if length > seconds / 400 else COLOURS[kind] for _, length in bars]  # narrow ones stay seen
         axes.broken_barh(bars, place, facecolors=COLOURS[kind], edgecolors=edges, linewidth=0.4, label=kind)
-    axes.set_yticks(range(len(shown)), [each.value for each in shown])
+    axes.set_yticks(range(len(shown)), [resource.value for resource in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(0, seconds)
     axes.grid(axis="x", alpha=0.4)
@@ -171,9 +171,9 @@ def time_axis(axes: Axes, seconds: float) -> None:
 
 def legend(figure: Figure, axes: Iterable[Axes], events: Iterable[TraceEvent], across: int = len(COLOURS)) -> None:
     """The colours of what is done, once each, below all, so many ``across``."""
-    handles = {name: handle for each in axes for handle, name in zip(*each.get_legend_handles_labels(), strict=True)}
-    used = {action(event) for event in events} & handles.keys()
-    names = [name for name in COLOURS if name in used]
+    handles = {name: handle for panel in axes for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    shown = {action(event) for event in events} & handles.keys()
+    names = [name for name in COLOURS if name in shown]
     figure.legend([handles[name] for name in names], names, loc="outside lower left", ncols=across, frameon=False)
 
 
@@ -201,7 +201,7 @@ def memory(axes: Axes, plan: Plan, cost: StepCost, limit: tuple[int, str]) -> No
 def parts(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
     """What one rank holds at ``tier``, by owner; together its predicted peak."""
     standing = [(kind.value, plan.total(kind, tier)) for kind in Kind if kind is not Kind.GRAD]
-    standing.append(("buffers", sum(one.num_bytes for one in plan.reserves(tier) if one.when is When.ALWAYS)))
+    standing.append(("buffers", sum(buffer.num_bytes for buffer in plan.reserves(tier) if buffer.when is When.ALWAYS)))
     if tier is Tier.HOST:
         standing.append(("Python and libraries", plan.facts.machine.runtime_host_bytes))
     yield from standing
@@ -213,12 +213,12 @@ def _bars(plan: Plan, limit: tuple[int, str]) -> Figure:
     figure = canvas(HEAD + 2.0 * len(Tier))
     for axes, tier in zip(figure.subplots(len(Tier), 1), Tier, strict=True):
         has, called = limit if tier is Tier.DEVICE else (plan.facts.machine.host_bytes, "host has")
-        peak, left = plan.peak(tier), 0.0
+        peak, edge = plan.peak(tier), 0.0
         size, name = unit(max(has, peak), BYTES)
         for colour, (owner, num_bytes) in zip(PARTS, parts(plan, tier), strict=False):
             if num_bytes:
-                axes.barh(0, num_bytes / size, left=left, color=colour, label=f"{owner} {human(num_bytes)}")
-            left += num_bytes / size
+                axes.barh(0, num_bytes / size, left=edge, color=colour, label=f"{owner} {human(num_bytes)}")
+            edge += num_bytes / size
         axes.axvline(has / size, color=RED, label=f"{called} {human(has)}")
         axes.set_yticks([0], [tier.value])
         axes.set_ylim(-0.6, 0.6)
@@ -236,13 +236,13 @@ def saved_over_time(plan: Plan, cost: StepCost) -> list[tuple[float, float, int]
         direction, _, unit = event.label.partition(" ")
         if event.resource is Resource.COMPUTE and direction in ("forward", "backward"):
             ticks.append((event, direction, unit))
-    now = sum(size for unit, size in saved.items() if unit not in {unit for _, _, unit in ticks})  # takes no time
-    found: list[tuple[float, float, int]] = []
+    num_bytes = sum(size for unit, size in saved.items() if unit not in {unit for _, _, unit in ticks})  # takes no time
+    intervals: list[tuple[float, float, int]] = []
     last = {(direction, unit): index for index, (_, direction, unit) in enumerate(ticks)}  # backward may have parts
     for index, (event, direction, unit) in enumerate(ticks):
-        if found:  # saved tensors remain while compute waits
-            found[-1] = (found[-1][0], event.start, found[-1][2])
-        now += saved[unit] if direction == "forward" else 0
-        found.append((event.start, event.end, max(now, 0)))
-        now -= saved[unit] if direction == "backward" and last[direction, unit] == index else 0
-    return found
+        if intervals:  # saved tensors remain while compute waits
+            intervals[-1] = (intervals[-1][0], event.start, intervals[-1][2])
+        num_bytes += saved[unit] if direction == "forward" else 0
+        intervals.append((event.start, event.end, max(num_bytes, 0)))
+        num_bytes -= saved[unit] if direction == "backward" and last[direction, unit] == index else 0
+    return intervals

@@ -111,11 +111,11 @@ def plan_for(
     options |= offload
     strategies = {"offload": options, "buffers": {"debug": debug}, "recompute": recompute, "zero": zero}
     strategies["cross_entropy"] = cross_entropy
-    asked = {name: find(name).model_validate(given) for name, given in strategies.items() if given is not None}
-    here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
-    plan = compose(asked, facts_of(count, run, asked, machine, here))
+    chosen = {name: find(name).model_validate(values) for name, values in strategies.items() if values is not None}
+    local_ranks = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
+    plan = compose(chosen, facts_of(count, run, chosen, machine, local_ranks))
     evaluated = None if batch is None else partial(_evaluation_bytes, model, batch, autocast)
-    return _with_evaluation(asked, plan, eval_rows, evaluated)
+    return _with_evaluation(chosen, plan, eval_rows, evaluated)
 
 
 def _with_evaluation(
@@ -135,23 +135,23 @@ def _with_evaluation(
         run = replace(plan.facts.run, evaluation_rows=number, evaluation_bytes=needed(number) if number else 0)
         return replace(plan.facts, run=run)
 
-    wanted = rows or DEFAULT
+    num_rows = rows or DEFAULT
     budgets = (strategy.budget(plan.facts) for strategy in asked.values() if isinstance(strategy, HasBudget))
     room = max(min(budgets) - plan.beside(), plan.saved_peak())
     try:
-        size = needed(wanted)
-        one = size if size <= room else needed(1)
+        size = needed(num_rows)
+        one_row = size if size <= room else needed(1)
     except Exception as error:  # a forward without gradients may do what the one of training does not
         logger.warning("the memory of an evaluation is not counted: %s", first_line(error))
         return plan
     if size <= room:
-        return replace(plan, facts=counted(wanted))
+        return replace(plan, facts=counted(num_rows))
     if rows is not None:
         facts = counted(rows)
         anew = replace(facts.run, accumulation=facts.run.micro_batches, layerwise=1)  # the order is chosen again
         with suppress(MemoryRefusal):
             return compose(asked, replace(facts, run=anew))
-    most = Evaluation.through(one, size, wanted).fitting(room)
+    most = Evaluation.through(one_row, size, num_rows).fitting(room)
     if rows is not None:
         what = f"an evaluation of so many rows takes {human(size)} on the device at once; beside training {most} fit"
         raise Refusal("eval_rows", rows, what)
@@ -164,10 +164,10 @@ def _read_from(model: nn.Module, autocast: Precision | None) -> dict[str, Any]:
     from deepstow.strategies.engine.forward.compiled import compiled
     from deepstow.strategies.engine.tensors.quantised import KINDS
 
-    plain = (each for each in model.parameters() if type(each).__name__ not in KINDS)
+    plain = (parameter for parameter in model.parameters() if type(parameter).__name__ not in KINDS)
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in plain}
-    if others := sorted(dtypes - {"float32", "bfloat16"}):
-        raise ValueError(f"parameters of dtype {', '.join(others)}: use float32 or bfloat16")
+    if unusable := sorted(dtypes - {"float32", "bfloat16"}):
+        raise ValueError(f"parameters of dtype {', '.join(unusable)}: use float32 or bfloat16")
     precision = Precision.BF16 if "bfloat16" in dtypes else Precision.FP32
     if autocast is Precision.FP16 and precision is Precision.FP32:
         precision = Precision.FP16  # as a config says it: weights in fp32, and a loss scale
@@ -184,7 +184,7 @@ def _autocast(model: nn.Module, device_kind: str) -> Precision | None:
     """In which format operators compute here, where autocast is on for the device or for where the model is now."""
     import torch
 
-    kinds = {device_kind, *(each.device.type for each in islice(model.parameters(), 1))} - {"meta"}
+    kinds = {device_kind, *(parameter.device.type for parameter in islice(model.parameters(), 1))} - {"meta"}
     dtypes = (torch.get_autocast_dtype(kind) for kind in sorted(kinds) if torch.is_autocast_enabled(kind))
     formats = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
     return next((formats[dtype] for dtype in dtypes if dtype in formats), None)
@@ -193,22 +193,22 @@ def _autocast(model: nn.Module, device_kind: str) -> Precision | None:
 def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
     """Names of the parameters in each group. Raise ValueError unless each that trains is in one."""
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-    given: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
-    if not given:
+    entries: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
+    if not entries:
         raise ValueError("no parameters to train")
-    groups = [_of_group(group) for group in given] if isinstance(given[0], Mapping) else [_unnamed(given)]
-    seen: set[Any] = set()
+    groups = [_of_group(group) for group in entries] if isinstance(entries[0], Mapping) else [_unnamed(entries)]
+    grouped: set[Any] = set()
     for parameter in (parameter for group in groups for parameter in group):
         if not hasattr(parameter, "requires_grad"):
             raise ValueError(f"params holds {parameter!r:.40}, which is no parameter")
         if parameter not in names:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not in the model")
-        if parameter in seen:
+        if parameter in grouped:
             raise ValueError(f"{names[parameter]} is in more than one parameter group")
-        seen.add(parameter)
-    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in seen]
-    if left:
-        raise ValueError(f"{left[0]} requires a gradient and is in no parameter group; freeze it or add it")
+        grouped.add(parameter)
+    ungrouped = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in grouped]
+    if ungrouped:
+        raise ValueError(f"{ungrouped[0]} requires a gradient and is in no parameter group; freeze it or add it")
     return [[names[parameter] for parameter in group] for group in groups]
 
 
@@ -237,8 +237,8 @@ def count_live(
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     half = half_of(autocast)
-    found = Counter(model) if batch is None else _counted(model, batch, half)
-    return count_of(model, found, group_of, lambda param: str(param.dtype).removeprefix("torch."), half)
+    counter = Counter(model) if batch is None else _counted(model, batch, half)
+    return count_of(model, counter, group_of, lambda param: str(param.dtype).removeprefix("torch."), half)
 
 
 def _counted(model: nn.Module, batch: Batch, autocast: torch.dtype | None) -> Counter:
@@ -277,10 +277,10 @@ def _with_rows(batch: Batch, rows: int) -> Batch:
 
     if isinstance(batch, tuple):
         return rows, batch[1]
-    given = shape_of(batch)[0]
+    present_rows = shape_of(batch)[0]
 
     def resized(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != given:
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != present_rows:
             return value
         return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
 
@@ -346,9 +346,9 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         given_too = {"labels": by_token, "attention_mask": "attention_mask" in takes}
         names = ["input_ids", *(name for name, is_given in given_too.items() if is_given)]
         batch = {name: torch.empty(batch, dtype=torch.long, device="meta") for name in names}
-    given = {value for value in batch.values() if isinstance(value, torch.Tensor)}  # one by two names stays one
-    made = {value: torch.empty_like(value, device=device) for value in given}
-    return {name: made[value] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    tensors = {value for value in batch.values() if isinstance(value, torch.Tensor)}  # one by two names stays one
+    on_device = {value: torch.empty_like(value, device=device) for value in tensors}
+    return {name: on_device[value] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def shape_of(batch: Batch | None) -> tuple[int, int]:

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 def refuse(config: RunConfig, model: Any) -> None:
     """Raise ConfigError if ``model`` has too few vectors for the longest rows."""
-    known = declared(model.config)
+    limit = declared(model.config)
     tables = list(_tables(model))
-    if not known or not tables:
+    if not limit or not tables:
         return
-    most = min(known, *tables)
+    most = min(limit, *tables)
     for key in ("max_length", "max_target_length"):
-        asked = getattr(config.data, key)
-        if asked is not None and asked > most:
-            raise config.error(f"data.{key}", asked, f"the model has {most} positions; write {most} or less")
+        length = getattr(config.data, key)
+        if length is not None and length > most:
+            raise config.error(f"data.{key}", length, f"the model has {most} positions; write {most} or less")
 
 
 def _tables(model: Any) -> Iterator[int]:
     """The places of each table of positions. RoBERTa and its like count from the one after their padding."""
     from torch import nn
 
-    for name, each in model.named_modules():
-        if isinstance(each, nn.Embedding) and ("position" in name or name.endswith("wpe")):
-            yield each.num_embeddings - (0 if each.padding_idx is None else each.padding_idx + 1)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe")):
+            yield module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     for name, buffer in model.named_buffers():
         if name.endswith("embed_positions"):
             yield len(buffer)
@@ -54,21 +54,21 @@ def declared(model: PretrainedConfig) -> int:
 def made_for(model: PretrainedConfig) -> int:
     """The same with what a scaling of rotary embeddings adds."""
     text, most = model.get_text_config(), declared(model)
-    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    ropes = [each for each in (given, *given.values()) if isinstance(each, dict)]  # one, or one for each kind of layer
+    raw = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    ropes = [rope for rope in (raw, *raw.values()) if isinstance(rope, dict)]  # one, or one for each kind of layer
     reached = (
-        each["factor"] * (each.get("original_max_position_embeddings") or most) for each in ropes if "factor" in each
+        rope["factor"] * (rope.get("original_max_position_embeddings") or most) for rope in ropes if "factor" in rope
     )
     return int(max((most, *reached)))
 
 
 def beyond(config: RunConfig, most: int) -> list[str]:
     """A line if rows may be longer than the ``most`` places that the model is made for; 0: any."""
-    asked = config.data.max_length
-    if not most or asked <= most:
+    length = config.data.max_length
+    if not most or length <= most:
         return []
     what = (
         f"the model is made for {most} positions (max_position_embeddings); longer rows are trained on at places that "
         f"it does not know, and other programs may cut them there; write {most} or less, unless that is what you mean"
     )
-    return [warning(config.located("data.max_length", error_line(("data", "max_length"), asked, what)))]
+    return [warning(config.located("data.max_length", error_line(("data", "max_length"), length, what)))]

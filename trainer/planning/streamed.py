@@ -21,8 +21,8 @@ from deepstow.trainer.planning.plan_for import plan_for
 
 def weights_of(model: Any) -> int:
     """Bytes of parameters, with their scales, and buffers."""
-    held = {*model.parameters(), *model.buffers()}
-    total: int = sum(each.numel() * each.element_size() for each in held) + scales_bytes(model)
+    tensors = {*model.parameters(), *model.buffers()}
+    total: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + scales_bytes(model)
     return total
 
 
@@ -33,8 +33,8 @@ def plan_within(model: Any, room: int, machine: Machine | None = None) -> tuple[
     weights = f"{human(weights_of(model))} of weights"
     if weights_of(model) <= room:
         return None, f"{weights}, all on the device"
-    for each in model.parameters():
-        each.requires_grad_(False)
+    for param in model.parameters():
+        param.requires_grad_(False)
     # The engine plans what is trained. The smallest parameter stands for that, and never gets a gradient.
     least = min(model.parameters(), key=torch.numel).requires_grad_()
     if room <= 1:  # which the engine would take for a share
@@ -52,23 +52,23 @@ def placed(model: Any, plan: Plan | None, device: torch.device) -> Iterator[Call
 
     Inside, ``use_cache`` is off: with a cache Transformers lets documents of a packed row see each other.
     """
-    stowed, group, own = None, None, getattr(model.config, "use_cache", None)
-    if own is not None:
+    stowed, group, use_cache = None, None, getattr(model.config, "use_cache", None)
+    if use_cache is not None:
         model.config.use_cache = False
     if plan is None:
         model.to(device)
     else:
         if dist.is_initialized() and dist.get_world_size() > 1:
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        trained = [each for each in model.parameters() if each.requires_grad]
+        trained = [param for param in model.parameters() if param.requires_grad]
         stowed = stow(model, plan, trained, device=device, process_group=group)
     model.eval()
     try:
         with torch.no_grad():
-            yield lambda **batch: model(**{name: each.to(device) for name, each in batch.items()})
+            yield lambda **batch: model(**{name: value.to(device) for name, value in batch.items()})
     finally:
-        if own is not None:
-            model.config.use_cache = own
+        if use_cache is not None:
+            model.config.use_cache = use_cache
         if stowed is not None:
             stowed.close()
         if group is not None:

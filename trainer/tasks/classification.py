@@ -50,9 +50,9 @@ class Classification(Task):
     metrics = ("loss", "accuracy", "f1", "mae")
 
     def conflicts(self, m: Values, d: Values, t: Values) -> Found:
-        own = isinstance(m.config, dict) and ("id2label" in m.config or "num_labels" in m.config)
+        in_config = isinstance(m.config, dict) and ("id2label" in m.config or "num_labels" in m.config)
         several = m.problem_type is None or m.problem_type == ONE
-        if m.labels is None and m.name_or_path is None and not own and m.problem_type != NUMBERS:
+        if m.labels is None and m.name_or_path is None and not in_config and m.problem_type != NUMBERS:
             yield "model.labels", "missing; write the names of the labels, as in [negative, positive]"
         if isinstance(m.labels, list) and len(set(m.labels)) != max(1 + several, len(m.labels)):
             yield "model.labels", f"must be {'at least two names, all' if several else 'names, all'} different"
@@ -67,11 +67,11 @@ class Classification(Task):
     ) -> list[dict[str, Any] | str]:
         texts = [row["text"] for row in rows]
         pairs = [row["text_pair"] for row in rows] if "text_pair" in rows[0] else None
-        made = tokenizer(texts, pairs, truncation=True, max_length=data.max_length, verbose=False)
+        encoded = tokenizer(texts, pairs, truncation=True, max_length=data.max_length, verbose=False)
         labels = [target_of(row["label"], model) for row in rows]
-        columns = [name for name in tokenizer.model_input_names if name in made]
+        columns = [name for name in tokenizer.model_input_names if name in encoded]
         return [
-            label if isinstance(label, str) else {**{name: made[name][index] for name in columns}, "labels": label}
+            label if isinstance(label, str) else {**{name: encoded[name][index] for name in columns}, "labels": label}
             for index, label in enumerate(labels)
         ]
 
@@ -79,18 +79,18 @@ class Classification(Task):
         """The line for the config, where the model has no names of labels yet."""
         if problem_of(model) == NUMBERS or not all(map(UNNAMED.fullmatch, map(str, model.label2id or ()))):
             return ""
-        found = set[Any]()
+        labels = set[Any]()
         for row in rows:
             label = row.get("label")
-            found |= {each for each in (label if isinstance(label, list) else [label]) if type(each) in (str, int)}
-            if len(found) > MOST:
+            labels |= {value for value in (label if isinstance(label, list) else [label]) if type(value) in (str, int)}
+            if len(labels) > MOST:
                 return f"field 'label' has over {MOST} values: is it the column of the labels? model.labels names them"
-        numbers = [each for each in found if isinstance(each, int)]
-        names = sorted(numbers) if len(numbers) == len(found) else sorted(map(str, found))
+        numbers = [label for label in labels if isinstance(label, int)]
+        names = sorted(numbers) if len(numbers) == len(labels) else sorted(map(str, labels))
         if len({*map(str, names)}) < 2:
             return ""
-        written = ", ".join(map(_plain, map(str, names)))
-        return f"the model has no names of the labels that the rows have; write under model: labels: [{written}]"
+        listing = ", ".join(map(_plain, map(str, names)))
+        return f"the model has no names of the labels that the rows have; write under model: labels: [{listing}]"
 
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Decoders read the logits at the last token that is no padding."""
@@ -142,18 +142,18 @@ def target_of(label: Any, model: PretrainedConfig) -> int | float | list[float] 
         return f"field 'label' is {kind(label)}; every row needs a list: the problem is {problem} of {count}"
     values = label if several else [label]
     if problem == NUMBERS:
-        if len(values) != count or any(type(each) not in (int, float) or not math.isfinite(each) for each in values):
+        if len(values) != count or any(type(value) not in (int, float) or not math.isfinite(value) for value in values):
             return f"field 'label' is {label!r}; every row needs {f'{count} numbers' if several else 'a number'}"
-        found = list(map(float, values))
-        return found if several else found[0]
+        targets = list(map(float, values))
+        return targets if several else targets[0]
     if len(values) == count and {*map(type, values)} == {float} and {*values} <= {0.0, 1.0}:
         return list(values)  # for each label, whether the row has it
     if count == len(values) == 2 and {*map(type, values)} == {int} and {*values} == {0, 1}:
         return (
             f"field 'label' is {label!r}, numbers of both labels or one of them; write names, or 0.0 and 1.0 for each"
         )
-    numbers = [number_of(each, model) for each in values]
-    if wrong := [each for each in numbers if isinstance(each, str)]:
+    numbers = [number_of(value, model) for value in values]
+    if wrong := [number for number in numbers if isinstance(number, str)]:
         return wrong[0]
     if len({*numbers}) < len(numbers):
         return f"field 'label' is {label!r}, with a label twice; for each label whether it is there are 0.0 and 1.0"
@@ -167,12 +167,12 @@ def number_of(label: Any, model: PretrainedConfig) -> int | str:
     names = {str(name): number for name, number in (model.label2id or {}).items()}
     if str(label) in names:
         return int(names[str(label)])
-    named = any(name.isdecimal() for name in names)  # as stars are, from 1 to 5: a number is a name there
-    number = int(label) if str(label).isdecimal() and not named else -1
+    decimal_names = any(name.isdecimal() for name in names)  # as stars are, from 1 to 5: a number is a name there
+    number = int(label) if str(label).isdecimal() and not decimal_names else -1
     if 0 <= number < len(names):
         return number
-    known = ", ".join(list(names)[:20])
-    return f"field 'label' is {label!r}, the labels are {known}{nearest(str(label), names)}; model.labels names them"
+    shown = ", ".join(list(names)[:20])
+    return f"field 'label' is {label!r}, the labels are {shown}{nearest(str(label), names)}; model.labels names them"
 
 
 def kept(choose: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -182,28 +182,28 @@ def kept(choose: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
 
 def accuracy_and_f1(prediction: EvalPrediction) -> dict[str, float]:
     """Share of right labels, and the mean over labels of their F1."""
-    found: Any = prediction.predictions
+    guess: Any = prediction.predictions
     truth: Any = prediction.label_ids
     scores = []
-    for label in sorted({*found.tolist(), *truth.tolist()}):
-        both, either = ((found == label) & (truth == label)).sum(), (found == label).sum() + (truth == label).sum()
+    for label in sorted({*guess.tolist(), *truth.tolist()}):
+        both, either = ((guess == label) & (truth == label)).sum(), (guess == label).sum() + (truth == label).sum()
         scores.append(2.0 * both / either)
-    return {"accuracy": float((found == truth).mean()), "f1": float(sum(scores) / len(scores))}
+    return {"accuracy": float((guess == truth).mean()), "f1": float(sum(scores) / len(scores))}
 
 
 def rows_and_f1(prediction: EvalPrediction) -> dict[str, float]:
     """Share of rows with exactly their labels, and the mean of F1 over labels that are there or were found."""
-    found: Any = prediction.predictions
+    guess: Any = prediction.predictions
     truth: Any = prediction.label_ids
-    both, either = (found * truth).sum(0), found.sum(0) + truth.sum(0)
+    both, either = (guess * truth).sum(0), guess.sum(0) + truth.sum(0)
     scores = 2.0 * both[either > 0] / either[either > 0]
-    return {"accuracy": float((found == truth).all(1).mean()), "f1": float(scores.mean()) if len(scores) else 1.0}
+    return {"accuracy": float((guess == truth).all(1).mean()), "f1": float(scores.mean()) if len(scores) else 1.0}
 
 
 def mean_error(prediction: EvalPrediction) -> dict[str, float]:
     """The mean absolute error; the loss is the squared one."""
-    found: Any = prediction.predictions
-    return {"mae": float(abs(found.reshape(-1) - prediction.label_ids.reshape(-1)).mean())}  # type: ignore[union-attr]
+    guess: Any = prediction.predictions
+    return {"mae": float(abs(guess.reshape(-1) - prediction.label_ids.reshape(-1)).mean())}  # type: ignore[union-attr]
 
 
 METRICS: Mapping[str, dict[str, Any]] = {

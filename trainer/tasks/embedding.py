@@ -58,8 +58,8 @@ class Embedding(Task):
     def refuses_model(self, config: RunConfig, model: PretrainedConfig, saved: Saved) -> Iterator[Refusal]:
         if model.is_encoder_decoder:
             yield Refusal("task", self.name, f"{model.model_type} has a decoder; take an encoder, or a decoder alone")
-        if found := other_part(saved):
-            what = f"is a SentenceTransformer with {found}, and task {self.name} trains the mean over tokens alone"
+        if extra := other_part(saved):
+            what = f"is a SentenceTransformer with {extra}, and task {self.name} trains the mean over tokens alone"
             yield Refusal("model.name_or_path", config.model.name_or_path, what)
 
     def features(
@@ -69,8 +69,8 @@ class Embedding(Task):
             raise DataError(f"data.columns: rows have a negative, too; {CURE}")
         names = [field.name for field in self.fields if field.name in rows[0]]
         limits: dict[str, Any] = {"truncation": True, "max_length": data.max_length, "verbose": False}
-        made = [tokenizer([row[name] for row in rows], **limits)["input_ids"] for name in names]
-        pairs = (dict(zip(names, each, strict=True)) for each in zip(*made, strict=True))
+        token_ids = [tokenizer([row[name] for row in rows], **limits)["input_ids"] for name in names]
+        pairs = (dict(zip(names, ids, strict=True)) for ids in zip(*token_ids, strict=True))
         return [pair if all(pair.values()) else f"field {min(pair, key=pair.get)!r} has no tokens" for pair in pairs]  # type: ignore[arg-type]
 
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -116,8 +116,8 @@ def other_part(saved: Saved) -> str:
             return f"a module {kind}"
         if kind == "Pooling":
             pooled = read(f"{module['path']}/config.json")
-            before = [name for name, value in pooled.items() if name.startswith("pooling_mode_") and value is True]
-            mode = before or pooled.get("pooling_mode", "mean")  # release 6 has one key for all modes
+            older_modes = [name for name, value in pooled.items() if name.startswith("pooling_mode_") and value is True]
+            mode = older_modes or pooled.get("pooling_mode", "mean")  # release 6 has one key for all modes
             if mode not in (["pooling_mode_mean_tokens"], ["mean"], "mean"):
                 return f"the pooling {mode}"
     return ""

@@ -89,13 +89,13 @@ class Preference(Task):
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         yield from super().refusals(config)
-        found = find_spec("trl")
-        if found is None:
+        spec = find_spec("trl")
+        if spec is None:
             yield Refusal("task", self.name, needs("trl", "tasks"))
-        elif not (Path(str(found.origin)).parent / self.folder).is_dir():
+        elif not (Path(str(spec.origin)).parent / self.folder).is_dir():
             yield Refusal("task", self.name, f"this release of TRL has no trl/{self.folder} any more; trl 1.16 has")
-        before = self.fused and config.model.lora is None
-        if before and Requirement.DEEPSPEED in requirements_of(config.strategies):
+        precomputes = self.fused and config.model.lora is None
+        if precomputes and Requirement.DEEPSPEED in requirements_of(config.strategies):
             what = "DeepSpeed's engine cannot be asked for the reference before training; write model.lora, or add"
             yield Refusal("task", self.name, f"{what} strategies.offload, whose engine can")
 
@@ -105,10 +105,10 @@ class Preference(Task):
         if tokenizer.eos_token is None:
             raise DataError("model.tokenizer: it has no eos token, with which an answer ends; name one that has")
         answers = tuple(name for name in ("chosen", "rejected", "completion") if name in rows[0])
-        made = [carried(row, answers, needed=self.splits) for row in rows]
+        prepared = [carried(row, answers, needed=self.splits) for row in rows]
         mixed = "the rows are not all text, or all lists of messages"
-        first = next((type(row[answers[0]]) for row in made if isinstance(row, dict)), None)
-        return [mixed if isinstance(row, dict) and type(row[answers[0]]) is not first else row for row in made]
+        first = next((type(row[answers[0]]) for row in prepared if isinstance(row, dict)), None)
+        return [mixed if isinstance(row, dict) and type(row[answers[0]]) is not first else row for row in prepared]
 
     def note(self, columns: Collection[str]) -> str:
         if "prompt" in columns or not self.splits:
@@ -126,14 +126,14 @@ class Preference(Task):
 
     def adapted(self, model: Any, config: RunConfig, adapt: Callable[[Any], Any]) -> Any:
         """TRL copies a saved adapter, which is the reference, and rounds those of a quantised base to bfloat16."""
-        made = adapt(model)
+        peft_model = adapt(model)
         if self.has_reference and config.model.adapter is not None:
-            made.add_adapter("ref", made.peft_config["default"])
+            peft_model.add_adapter("ref", peft_model.peft_config["default"])
         if config.model.quantization_config is not None:
-            for parameter in made.parameters():
+            for parameter in peft_model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.bfloat16()
-        return made
+        return peft_model
 
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
         return super().targets(ids, config) if self.fused else {}
@@ -237,10 +237,10 @@ class Orpo(Preference):
             return adapt(model)
         from peft import prepare_model_for_kbit_training
 
-        made = adapt(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
+        peft_model = adapt(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
         if config.training.bf16 and section.load_in_4bit:
-            loaded("trl.experimental.utils.peft_module_casting_to_bf16")(made)
-        return made
+            loaded("trl.experimental.utils.peft_module_casting_to_bf16")(peft_model)
+        return peft_model
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from torch.nn.functional import cross_entropy
@@ -250,7 +250,7 @@ class Orpo(Preference):
         def run(**inputs: Any) -> dict[str, Any]:
             ids, logits = inputs["input_ids"], call(**inputs, use_cache=False).logits
             half = len(ids) // 2
-            known = cross_entropy(logits[:half, :-1].flatten(0, 1), ids[:half, 1:].flatten())
-            return {"loss": known - trainer.get_batch_logps(logits, ids, average_log_prob=True).sum()}
+            nll = cross_entropy(logits[:half, :-1].flatten(0, 1), ids[:half, 1:].flatten())
+            return {"loss": nll - trainer.get_batch_logps(logits, ids, average_log_prob=True).sum()}
 
         return run

@@ -30,13 +30,13 @@ def carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) -
     """The row in a form that TRL takes, or a line about what is wrong. ``answers``: the names of its columns of
     answers; ``needed``: the task has to know where the prompt ends.
     """
-    found = _carried(row, answers, needed=needed)
-    if isinstance(found, str):
-        return found
+    form = _carried(row, answers, needed=needed)
+    if isinstance(form, str):
+        return form
     for name in answers:
-        if isinstance(found[name], list) and (role := found[name][-1].get("role")) in ("user", "system"):
+        if isinstance(form[name], list) and (role := form[name][-1].get("role")) in ("user", "system"):
             return f"field {name!r} ends with a turn of the {role}, and not with an answer"
-    return found
+    return form
 
 
 def _carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) -> dict[str, Any] | str:
@@ -55,10 +55,10 @@ def _carried(row: Mapping[str, Any], answers: tuple[str, ...], *, needed: bool) 
     first = {row[name][0].get("role") for name in answers}
     if first == {"assistant"}:
         return {**row, "prompt": [{"role": "user", "content": prompt}]}
-    found = _shared(row) if len(answers) > 1 else _before_last(row, *answers)
-    if isinstance(found, dict) and prompt.strip() not in [str(turn.get("content")).strip() for turn in found["prompt"]]:
+    form = _shared(row) if len(answers) > 1 else _before_last(row, *answers)
+    if isinstance(form, dict) and prompt.strip() not in [str(turn.get("content")).strip() for turn in form["prompt"]]:
         return ELSEWHERE
-    return found
+    return form
 
 
 def _shared(row: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -68,10 +68,10 @@ def _shared(row: Mapping[str, Any]) -> dict[str, Any] | str:
     chosen, rejected = row["chosen"], row["rejected"]
     if not (chosen and rejected) or chosen[0] != rejected[0]:
         return APART
-    found: dict[str, Any] = {**row, **extract_prompt({"chosen": chosen, "rejected": rejected})}
-    if isinstance(chosen, list) and any(found[name][0].get("role") != "assistant" for name in ("chosen", "rejected")):
+    form: dict[str, Any] = {**row, **extract_prompt({"chosen": chosen, "rejected": rejected})}
+    if isinstance(chosen, list) and any(form[name][0].get("role") != "assistant" for name in ("chosen", "rejected")):
         return TWO_PROMPTS
-    return found if found["prompt"] else APART
+    return form if form["prompt"] else APART
 
 
 def _before_last(row: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -58,9 +58,9 @@ class Seq2Seq(Task):
         limit, most, eos = data.max_length, target_length(data), tokenizer.eos_token_id
         prompts = tokenizer([row["prompt"] for row in rows], truncation=True, max_length=limit, verbose=False)
         texts = [row["completion"] for row in rows]
-        made = tokenizer(text_target=texts, truncation=True, max_length=most, verbose=False)["input_ids"]
-        labels = [ids if eos is None or ids[-1:] == [eos] else [*ids[: most - 1], eos] for ids in made]
-        return [{"input_ids": ids, "labels": own} for ids, own in zip(prompts["input_ids"], labels, strict=True)]
+        targets = tokenizer(text_target=texts, truncation=True, max_length=most, verbose=False)["input_ids"]
+        labels = [ids if eos is None or ids[-1:] == [eos] else [*ids[: most - 1], eos] for ids in targets]
+        return [{"input_ids": ids, "labels": target} for ids, target in zip(prompts["input_ids"], labels, strict=True)]
 
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """A decoder of random weights begins with padding, as T5's."""
@@ -102,10 +102,10 @@ def token_losses(logits: Any, labels: Tensor) -> Tensor:
 def texts_alike(tokenizer: PreTrainedTokenizerBase, prediction: EvalPrediction) -> dict[str, float]:
     """Share of generated texts that are those of the data, and how many tokens they have."""
     sides: Any = (prediction.predictions, prediction.label_ids)
-    generated, wanted = (
+    generated, expected = (
         [[token for token in row if token not in (MASKED, tokenizer.pad_token_id)] for row in rows.tolist()]
         for rows in sides
     )
-    texts = [tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (generated, wanted)]
-    alike = sum(one.strip() == other.strip() for one, other in zip(*texts, strict=True))
-    return {"exact_match": alike / len(wanted), "gen_len": sum(map(len, generated)) / len(generated)}
+    texts = [tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (generated, expected)]
+    alike = sum(text.strip() == reference.strip() for text, reference in zip(*texts, strict=True))
+    return {"exact_match": alike / len(expected), "gen_len": sum(map(len, generated)) / len(generated)}

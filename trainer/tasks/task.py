@@ -87,7 +87,7 @@ class Task:
     pipeline_tag = "text-generation"
 
     def __init__(self) -> None:
-        if not self.language and not all(isinstance(each, Field) for each in self.fields or ("",)):
+        if not self.language and not all(isinstance(field, Field) for field in self.fields or ("",)):
             raise TypeError("fields must name the columns, as in fields = (Field('words', (list,)),)")
 
     @property
@@ -238,8 +238,8 @@ def loaded(dotted: str | type) -> Any:
 
 def scores(outputs: Any) -> Tensor:
     """The logits of a forward; of a model without a head what its last layer says of each token."""
-    found: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-    return found
+    logits: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return logits
 
 
 def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -251,14 +251,14 @@ def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
 
     from deepstow.strategies.engine.forward.chunked_loss import losses_of_rows
 
-    losses = torch.stack([losses_of_rows(*each, MASKED).sum() for each in zip(logits, targets, strict=True)])
+    losses = torch.stack([losses_of_rows(*pair, MASKED).sum() for pair in zip(logits, targets, strict=True)])
     return torch.stack([losses, targets.ne(MASKED).sum(dim=1).float()], dim=1)
 
 
 def token_losses(logits: Tensor | tuple[Any, ...], labels: Tensor) -> Tensor:
     """``losses_of`` the next tokens. Other outputs may come with the logits, as a router's loss does, before them."""
-    found = logits if isinstance(logits, tuple) else (logits,)
-    scored = next(each for each in found if getattr(each, "ndim", 0) == 3)
+    outputs = logits if isinstance(logits, tuple) else (logits,)
+    scored = next(output for output in outputs if getattr(output, "ndim", 0) == 3)
     return losses_of(scored[:, :-1], labels[:, 1:])
 
 

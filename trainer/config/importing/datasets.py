@@ -36,7 +36,7 @@ class Words(NamedTuple):
 
     def text(self) -> str:
         """The Jinja template, in which what is trained on is marked."""
-        trained, rest = (self.end + self.after, "") if self.after_trained else (self.end, self.after)
+        trained, tail = (self.end + self.after, "") if self.after_trained else (self.end, self.after)
         head = self.before.format("' + message['role'] + '")
         last = "loop.last and message['role'] == 'user' and not add_generation_prompt"
         wrong = f"(message['role'] == 'user') != (loop.index0 % 2 == 0) or ({last})"
@@ -50,7 +50,7 @@ class Words(NamedTuple):
             "{{ raise_exception('no role ' + message['role'] + ' in this template') }}{% endif %}",
             f"{{{{ '{head}' }}}}",
             f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{{{{ {self.content} + '{trained}' }}}}"
-            f"{{% endgeneration %}}{{{{ '{rest}' }}}}{{% else %}}{{{{ {self.content} + '{self.end}{self.after}' }}}}"
+            f"{{% endgeneration %}}{{{{ '{tail}' }}}}{{% else %}}{{{{ {self.content} + '{self.end}{self.after}' }}}}"
             "{% endif %}{% endfor %}",
             f"{{% for message in rest %}}{{% if {wrong} %}}{{{{ raise_exception('no pairs of user and assistant') }}}}"
             "{% endif %}{% endfor %}" if self.pairs else "",
@@ -79,7 +79,7 @@ def evaluates(source: Source) -> bool:
 
 def _mixed(ours: list[dict[str, Any]]) -> dict[str, Any]:
     """One data set, or several, as values of ours without those that are not set."""
-    sets = [{name: value for name, value in each.items() if value} for each in ours]
+    sets = [{name: value for name, value in dataset.items() if value} for dataset in ours]
     return {f"data.{name}": value for name, value in sets[0].items()} if len(sets) == 1 else {"data.datasets": sets}
 
 
@@ -90,24 +90,24 @@ def _path(entry: dict[str, Any]) -> Any:
 
 def _inside(given: Given) -> Iterator[tuple[Given, dict[str, Any]]]:
     """The data sets of a list, and what is set of each."""
-    for index, each in enumerate(given.value):
-        entry = {name: value for name, value in each.items() if value not in (None, [], {}, False)}
-        yield Given(given.source, (*given.key, str(index)), each), entry
+    for index, options in enumerate(given.value):
+        entry = {name: value for name, value in options.items() if value not in (None, [], {}, False)}
+        yield Given(given.source, (*given.key, str(index)), options), entry
 
 
 def of_trl(given: Given, draft: Draft) -> dict[str, Any]:
     """TRL's mixture, whose columns are those that are kept; and the alignment handbook's, which has other names."""
-    ours = []
-    for each, entry in _inside(given):
-        found = {name: entry.get(name) for name in ("name", "split")}
-        ours.append({"path": entry.get("id") or _path(entry)} | found | {"weight": entry.get("weight")})
-        ours[-1]["name"] = entry.get("config") or found["name"]
+    datasets = []
+    for at, entry in _inside(given):
+        source = {name: entry.get(name) for name in ("name", "split")}
+        datasets.append({"path": entry.get("id") or _path(entry)} | source | {"weight": entry.get("weight")})
+        datasets[-1]["name"] = entry.get("config") or source["name"]
         for name in sorted(entry.keys() - {"id", "config", "weight", "columns"} - PLAIN):
             cure = "; write token_share" if name == "fraction" else "; write the rows that are meant into a file"
-            draft.lose(each.at(name), f"is not read of a data set{cure}")
+            draft.lose(at.at(name), f"is not read of a data set{cure}")
         if entry.get("weight", 1) != 1:
-            draft.lose(each.at("weight"), "is a share of its rows there, and of its tokens here; write limit")
-    return _mixed(ours)
+            draft.lose(at.at("weight"), "is a share of its rows there, and of its tokens here; write limit")
+    return _mixed(datasets)
 
 
 # --- Axolotl ---------------------------------------------------------------------------------------------------------
@@ -117,27 +117,27 @@ def of_axolotl(given: Given, draft: Draft) -> dict[str, Any]:
     """Data sets of Axolotl. ``type`` decides, which columns do here."""
     tree = given.tree
     prefers = next((name for name in ("rl", "reward_model") if tree.get(name)), None)
-    ours, kinds, templates = [], set(), []
-    for each, entry in _inside(given):
+    datasets, kinds, templates = [], set(), []
+    for at, entry in _inside(given):
         kind = str(entry.get("type"))
         kinds.add(kind.partition(".")[0])
-        one = {"path": _path(entry), "name": entry.get("name"), "split": entry.get("split"), "columns": {}}
-        read = PLAIN
+        dataset = {"path": _path(entry), "name": entry.get("name"), "split": entry.get("split"), "columns": {}}
+        known_keys = PLAIN
         if prefers:
-            read = _preferences(each, entry, kind, draft, one)
+            known_keys = _preferences(at, entry, kind, draft, dataset)
         elif kind in ("completion", "pretrain"):
-            one["columns"] = {"text": entry.get("field", "text")}
-            read = PLAIN | {"field"}
+            dataset["columns"] = {"text": entry.get("field", "text")}
+            known_keys = PLAIN | {"field"}
         elif kind.partition(".")[0] in ("chat_template", "sharegpt"):
-            read = _chat(each, entry, kind, draft, one)
-            templates.append((entry.get("chat_template") or tree.get("chat_template") or "tokenizer_default", each))
+            known_keys = _chat(at, entry, kind, draft, dataset)
+            templates.append((entry.get("chat_template") or tree.get("chat_template") or "tokenizer_default", at))
         else:
-            draft.lose(each.at("type"), _written(kind))
-        one["columns"] = {name: column for name, column in one["columns"].items() if column not in (None, name)}
-        for name in sorted(entry.keys() - read):
-            draft.lose(each.at(name), "is not read of a data set; write the rows that it makes into a file")
-        ours.append(one)
-    outcome = _mixed(ours)
+            draft.lose(at.at("type"), _written(kind))
+        dataset["columns"] = {name: column for name, column in dataset["columns"].items() if column not in (None, name)}
+        for name in sorted(entry.keys() - known_keys):
+            draft.lose(at.at(name), "is not read of a data set; write the rows that it makes into a file")
+        datasets.append(dataset)
+    outcome = _mixed(datasets)
     if tree.get("train_on_inputs") and not prefers and kinds - {"completion", "pretrain"}:
         what = "trains on what each turn says, and not on what stands around it; write false"
         draft.lose(Given(given.source, ("train_on_inputs",), True), what)
@@ -169,8 +169,8 @@ def _preferences(each: Given, entry: dict[str, Any], kind: str, draft: Draft, on
             "Save prompt, chosen and rejected as text",
         )
     else:
-        asked = {"intel": "question", "icr": "input"}.get(kind.rpartition(".")[2])
-        one["columns"] = {"prompt": asked}
+        column = {"intel": "question", "icr": "input"}.get(kind.rpartition(".")[2])
+        one["columns"] = {"prompt": column}
         draft.lose(each.at("type"), _written(kind).replace("read here", "prompt, chosen and rejected"))
     one["columns"] |= {name: entry.get(f"field_{name}") for name in ("chosen", "rejected")}
     return PLAIN | {"field_messages", "field_chosen", "field_rejected", "message_property_mappings", "roles"}
@@ -178,10 +178,10 @@ def _preferences(each: Given, entry: dict[str, Any], kind: str, draft: Draft, on
 
 def _chat(each: Given, entry: dict[str, Any], kind: str, draft: Draft, one: dict[str, Any]) -> set[str]:
     """Turns of a chat, of which the assistant's are trained on."""
-    old = kind.startswith("sharegpt")
-    one["columns"] = {"messages": entry.get("field_messages", "conversations" if old else "messages")}
+    sharegpt = kind.startswith("sharegpt")
+    one["columns"] = {"messages": entry.get("field_messages", "conversations" if sharegpt else "messages")}
     one["assistant_only_loss"] = True
-    if old:
+    if sharegpt:
         draft.lose(each.at("type"), "writes the words of FastChat around turns; write type: chat_template")
     usual = {
         "roles_to_train": lambda value: {*value} <= ROLES["assistant"],
@@ -192,7 +192,7 @@ def _chat(each: Given, entry: dict[str, Any], kind: str, draft: Draft, one: dict
         "message_field_role": lambda value: value in ("role", "from"),
         "message_field_content": lambda value: value in ("content", "value"),
         "message_field_training": lambda value: value == "train",
-        "conversation": lambda value: old,
+        "conversation": lambda value: sharegpt,
     }
     fits = {name for name, test in usual.items() if name in entry and test(entry[name])}
     return PLAIN | {"field_messages", "chat_template"} | fits
@@ -205,39 +205,39 @@ def _same(mapping: dict[str, str]) -> dict[str, str]:
 def _template_of_axolotl(given: Given, chosen: list[tuple[str, Given]], draft: Draft) -> dict[str, Any]:
     """The chat template. Axolotl trains on an answer and on the end token that follows it."""
     tree, name = given.tree, chosen[0][0]
-    said = Given(given.source, ("chat_template",), name)
-    if len({each for each, _ in chosen}) > 1:
+    at = Given(given.source, ("chat_template",), name)
+    if len({template for template, _ in chosen}) > 1:
         draft.lose(chosen[1][1].at("chat_template"), f"is another than {name}; there is one here")
     words = AXOLOTL.get(name)
     if words:
         ends = tree.get("eot_tokens") or [(tree.get("special_tokens") or {}).get("eos_token")]
         if words.end not in ends:
-            draft.lose(said, f"ends turns with {words.end}, which is trained on if eot_tokens has it; write it there")
+            draft.lose(at, f"ends turns with {words.end}, which is trained on if eot_tokens has it; write it there")
         return {"data.chat_template": words.text()}
     cure = "write it into data.chat_template, with {% generation %} around them"
     why = f"trains on an answer and its end token, here on all that the template writes for a turn; {cure}"
     if name.startswith("tokenizer_default"):
-        draft.lose(said, why)
+        draft.lose(at, why)
         return {}
     jinja = tree.get("chat_template_jinja")
     if not jinja:
-        draft.lose(said, "is a template of Axolotl; write its text into data.chat_template, with the answers marked")
+        draft.lose(at, "is a template of Axolotl; write its text into data.chat_template, with the answers marked")
         return {}
     if "generation" not in jinja or not {*(tree.get("eot_tokens") or ())}:
-        draft.lose(said, why)
+        draft.lose(at, why)
     return {"data.chat_template": jinja}
 
 
 def stream_of_axolotl(given: Given, draft: Draft) -> dict[str, Any]:
     """Rows that are read while it trains."""
-    ours = []
-    for each, entry in _inside(given):
+    datasets = []
+    for at, entry in _inside(given):
         column = entry.get("text_column") or entry.get("field") or "text"
-        one = {"path": _path(entry), "name": entry.get("name"), "split": entry.get("split")}
-        ours.append(one | {"columns": {"text": column} if column != "text" else {}})
+        dataset = {"path": _path(entry), "name": entry.get("name"), "split": entry.get("split")}
+        datasets.append(dataset | {"columns": {"text": column} if column != "text" else {}})
         for name in sorted(entry.keys() - PLAIN - {"text_column", "field"}):
-            draft.lose(each.at(name), "is not read of a data set; write the rows that it makes into a file")
-    return _mixed(ours) | {"data.streaming": True, EXCESS: "split", LOST: STREAM}
+            draft.lose(at.at(name), "is not read of a data set; write the rows that it makes into a file")
+    return _mixed(datasets) | {"data.streaming": True, EXCESS: "split", LOST: STREAM}
 
 
 def test_of_axolotl(given: Given, draft: Draft) -> dict[str, Any] | str | None:
@@ -254,22 +254,22 @@ def of_llama_factory(given: Given, draft: Draft) -> dict[str, Any] | str:
     names = [name.strip() for name in given.value.split(",")] if isinstance(given.value, str) else given.value
     folder, info = _info(given)
     if given.name == "eval_dataset":
-        found = [_place(info.get(name, {}), folder) for name in names]
-        return {"data.eval_path": found[0]} if len(found) == 1 and found[0] else "is not found; write data.eval_path"
-    ours: list[dict[str, Any]] = []
+        paths = [_place(info.get(name, {}), folder) for name in names]
+        return {"data.eval_path": paths[0]} if len(paths) == 1 and paths[0] else "is not found; write data.eval_path"
+    datasets: list[dict[str, Any]] = []
     for name in names:
         if entry := info.get(name):
-            ours.append(_one_of_llama_factory(given, f"{name} ", entry, folder, draft))
+            datasets.append(_one_of_llama_factory(given, f"{name} ", entry, folder, draft))
         else:
-            where = f"is not in {INFO}" if info else f"is a name in {INFO}, which is not in {folder}"
-            draft.lose(given, f"{name} {where}; give its file, or write a path instead of the name")
-            ours.append({"path": name})
-        ours[-1]["limit"] = given.tree.get("max_samples")
-    outcome, stage = _mixed(ours), given.tree.get("stage", "sft")
+            why_not = f"is not in {INFO}" if info else f"is a name in {INFO}, which is not in {folder}"
+            draft.lose(given, f"{name} {why_not}; give its file, or write a path instead of the name")
+            datasets.append({"path": name})
+        datasets[-1]["limit"] = given.tree.get("max_samples")
+    outcome, stage = _mixed(datasets), given.tree.get("stage", "sft")
     if stage == "pt":
         packs = given.tree.get("packing") is not False
         outcome |= {"data.packing": True, EXCESS: "split", LOST: STREAM} if packs else {EXCESS: "truncate"}
-    elif any("messages" in each.get("columns", {}) for each in ours):
+    elif any("messages" in dataset.get("columns", {}) for dataset in datasets):
         name = given.tree.get("template")
         words = LLAMA_FACTORY.get(str(name))
         outcome |= {"data.chat_template": words.text()} if words else {}
@@ -283,9 +283,9 @@ def _info(given: Given) -> tuple[str, dict[str, Any]]:
     """The folder of the data, and what dataset_info.json says there."""
     folder = given.tree.get("dataset_dir", "data")
     beside = Path(given.source.file).parent
-    for each in (Path(folder), beside / folder, beside):
-        if (each / INFO).is_file():
-            return str(each), mapping(each / INFO).tree
+    for candidate in (Path(folder), beside / folder, beside):
+        if (candidate / INFO).is_file():
+            return str(candidate), mapping(candidate / INFO).tree
     return folder, {}
 
 
@@ -296,8 +296,8 @@ def _place(entry: dict[str, Any], folder: str) -> Any:
 def _one_of_llama_factory(given: Given, at: str, entry: dict[str, Any], folder: str, draft: Draft) -> dict[str, Any]:
     """One data set as ours, with its columns if they are read here."""
     stage, columns = given.tree.get("stage", "sft"), entry.get("columns") or {}
-    one: dict[str, Any] = {"path": _place(entry, folder), "name": entry.get("subset"), "split": entry.get("split")}
-    if not one["path"]:
+    dataset: dict[str, Any] = {"path": _place(entry, folder), "name": entry.get("subset"), "split": entry.get("split")}
+    if not dataset["path"]:
         draft.lose(given, f"{at}has neither file_name nor hf_hub_url; write a path instead of the name")
     odd = sorted(entry.keys() & {"folder", "num_samples", "script_url", "cloud_file_name"})
     odd += sorted(columns.keys() & {"images", "videos", "audios", "tools", "history", "kto_tag"})
@@ -305,17 +305,17 @@ def _one_of_llama_factory(given: Given, at: str, entry: dict[str, Any], folder: 
         draft.lose(given, f"{at}has {', '.join(odd)}, which is not read; save the rows that it makes into a file")
     formatting = entry.get("formatting", "alpaca")
     if stage == "pt":
-        one["columns"] = {"text": columns.get("prompt", "instruction")}
+        dataset["columns"] = {"text": columns.get("prompt", "instruction")}
     elif stage != "sft" or entry.get("ranking"):
         draft.lose(given, f"{at}has turns that the template writes; save prompt, chosen and rejected as text")
     elif formatting == "sharegpt":
         tags = SHAREGPT | (entry.get("tags") or {})
         if not any(usual.items() <= tags.items() for usual in TAGS):
             draft.lose(given, f"{at}has tags that are not read; rename them to from, value, human and gpt")
-        one["columns"] = {"messages": columns.get("messages", "conversations"), "system": columns.get("system")}
-        one["assistant_only_loss"] = not given.tree.get("train_on_prompt")
+        dataset["columns"] = {"messages": columns.get("messages", "conversations"), "system": columns.get("system")}
+        dataset["assistant_only_loss"] = not given.tree.get("train_on_prompt")
     else:
         what = "has rows that the template writes as turns" if formatting == "alpaca" else "gets a system prompt more"
         draft.lose(given, f"{at}{what}; save them as messages, with formatting: sharegpt")
-    one["columns"] = {name: column for name, column in one.get("columns", {}).items() if column}
-    return one
+    dataset["columns"] = {name: column for name, column in dataset.get("columns", {}).items() if column}
+    return dataset

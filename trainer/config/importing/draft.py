@@ -99,8 +99,8 @@ class Draft:
         if wins and before and before.given and before.value != value:
             self.need_not(before.given, f"{given.where}: {given.name} is in force there, and that is written")
         if wins or before is None or before.given is None:
-            same = value == given.value or isinstance(given.value, list | dict)
-            was = given.name if same else f"{given.name} = {shown(given.key, given.value)}"
+            as_written = value == given.value or isinstance(given.value, list | dict)
+            was = given.name if as_written else f"{given.name} = {shown(given.key, given.value)}"
             self.values[target] = Value(value, was, given)
         elif before.value != value:
             self.lose(
@@ -166,9 +166,9 @@ class Draft:
 
     def _lines(self, tree: dict[str, Any], at: Key) -> Iterator[str]:
         for name, value in tree.items():
-            if known := self.values.get(".".join((*at, name))):
-                where = f"{known.given.where}: " if known.given else ""
-                yield f"{'  ' * len(at) + one_line(name, value):<47} # {where}{known.said}"
+            if value_here := self.values.get(".".join((*at, name))):
+                origin = f"{value_here.given.where}: " if value_here.given else ""
+                yield f"{'  ' * len(at) + one_line(name, value):<47} # {origin}{value_here.said}"
             else:
                 yield f"{'  ' * len(at)}{name}:"
                 yield from self._lines(value, (*at, name))
@@ -194,8 +194,8 @@ Rule = Callable[[Given, Draft], dict[str, Any] | str | None]
 
 def _parts(given: Given, rules: Mapping[str, Rule]) -> Iterator[Given]:
     """The keys to carry over: mappings are opened, unless a rule or a key of ours takes them whole."""
-    whole = given.key and (given.name in rules or given.name.endswith(("_kwargs", "liger_kernel_config")))
-    if isinstance(given.value, dict) and given.value and not whole:
+    is_leaf = given.key and (given.name in rules or given.name.endswith(("_kwargs", "liger_kernel_config")))
+    if isinstance(given.value, dict) and given.value and not is_leaf:
         for name in given.value:
             yield from _parts(given.at(name), rules)
     elif given.key:
@@ -214,15 +214,15 @@ def differs(fault: Fault) -> str:
 def _answer(given: Given) -> str | None:
     """What foreign.yaml says of a key; or of the section that it is in, if that is a remark."""
     names = [".".join(given.key[:depth]) for depth in range(len(given.key), 0, -1)]
-    found = [(name, *elsewhere()[name]) for name in names if name in elsewhere()]
-    answers = [(name, answer) for name, whose, answer in found if whose in FRAMEWORKS[given.source.kind]]
+    entries = [(name, *elsewhere()[name]) for name in names if name in elsewhere()]
+    answers = [(name, answer) for name, whose, answer in entries if whose in FRAMEWORKS[given.source.kind]]
     return next((answer for name, answer in answers if name == names[0] or not _is_ours(answer)), None)
 
 
 def _own(given: Given) -> str | None:
     """Our key of the same name, if the tool means the same by it."""
-    ours = (known for known in known_keys() if known.startswith(SAME[given.source.kind]))
-    return next((known for known in ours if known.endswith(f".{given.name}")), None) if len(given.key) == 1 else None
+    names = (key for key in known_keys() if key.startswith(SAME[given.source.kind]))
+    return next((key for key in names if key.endswith(f".{given.name}")), None) if len(given.key) == 1 else None
 
 
 def _settled(target: str, value: Any) -> tuple[Any, str | None]:
@@ -232,13 +232,13 @@ def _settled(target: str, value: Any) -> tuple[Any, str | None]:
     if isinstance(value, float) and value.is_integer():
         readings.append(int(value))
     if isinstance(value, str):
-        readings += [parse(value, "")[0], [part.strip() for part in value.split(",")]]
+        readings += [parse(value, "")[0], [item.strip() for item in value.split(",")]]
     elif not isinstance(value, list | dict):
         readings.append(str(value))
-    for each in readings:
-        tree = reduce(lambda inner, name: {name: inner}, reversed(key), each)
+    for reading in readings:
+        tree = reduce(lambda inner, name: {name: inner}, reversed(key), reading)
         faults = [fault.what for fault in check(tree, whole=False) if fault.key[:2] == key[: len(fault.key)][:2]]
         if not faults:
-            return each, None
+            return reading, None
         words += faults
     return value, words[0]

@@ -49,8 +49,8 @@ def imported(sources: list[Source]) -> Draft:
     for source in training:
         draft.carry(source, rules.RULES.get(source.kind, rules.ARGUMENTS), rules.WINS)
     if training:  # a command line and the file that it names are one
-        whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
-        _finish_arguments(draft, training[0]._replace(tree=whole))
+        merged = {name: value for source in reversed(training) for name, value in source.tree.items()}
+        _finish_arguments(draft, training[0]._replace(tree=merged))
     for source in sources[len(training) :]:
         if source.kind == "deepspeed":
             source = source._replace(tree=_completed(source.tree))
@@ -63,24 +63,24 @@ def imported(sources: list[Source]) -> Draft:
 
 def _completed(tree: dict[str, Any]) -> dict[str, Any]:
     """A ds_config with the values that DeepSpeed takes for what is not there."""
-    done = {"gradient_clipping": 0.0} | tree
+    completed = {"gradient_clipping": 0.0} | tree
     for section in DEEPSPEED.keys() & tree.keys():
-        if isinstance(given := tree[section], dict):
-            params = DEEPSPEED[section] | DEEPSPEED.get(str(given.get("type")), {}) | (given.get("params") or {})
-            done[section] = given | {"params": params}
-    return done
+        if isinstance(options := tree[section], dict):
+            params = DEEPSPEED[section] | DEEPSPEED.get(str(options.get("type")), {}) | (options.get("params") or {})
+            completed[section] = options | {"params": params}
+    return completed
 
 
 def _finish_arguments(draft: Draft, source: Source) -> None:
-    tree, kind, whole = source.tree, source.kind, Given(source, (), source.tree)
+    tree, kind, root = source.tree, source.kind, Given(source, (), source.tree)
     if kind in ("trl", "axolotl") and "bf16" not in tree and not draft.of("training.fp16"):
         draft.default("training.bf16", True, source)
         if kind == "axolotl":
             draft.default("model.dtype", "bfloat16", source)
     if kind == "axolotl":
-        _finish_axolotl(draft, whole)
+        _finish_axolotl(draft, root)
     if kind == "llamafactory" and tree.get("stage") != "pt":
-        cut = whole.at("cutoff_len", DEFAULTS[kind]["data.max_length"])
+        cut = root.at("cutoff_len", DEFAULTS[kind]["data.max_length"])
         draft.lose(cut, "cuts prompt and answer of a long row, here its end is cut; shorten such rows yourself")
     if kind == "trl" and tree.get("max_length", 1024) is None:
         draft.lose(Given(source, ("max_length",), None), "is no limit there; write the length of the longest row")
@@ -112,11 +112,11 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
         if checkpointing.given:
             draft.need_not(checkpointing.given, "bitsandbytes keeps the inputs of layers with 8-bit weights anyway")
     for target in [] if adapted else [target for target in draft.values if target.startswith("model.lora.")]:
-        if of := draft.values.pop(target).given:
-            draft.need_not(of, "no adapters are trained")
-    named = draft.of("training.eval_strategy") not in (None, "no") and tree.get("dataset_name")
-    if named and not any(draft.of(f"data.eval_{name}") for name in ("path", "split", "fraction")):
-        split = whole.at("dataset_test_split", "test" if kind == "trl" else "validation")
+        if given := draft.values.pop(target).given:
+            draft.need_not(given, "no adapters are trained")
+    evaluates = draft.of("training.eval_strategy") not in (None, "no") and tree.get("dataset_name")
+    if evaluates and not any(draft.of(f"data.eval_{name}") for name in ("path", "split", "fraction")):
+        split = root.at("dataset_test_split", "test" if kind == "trl" else "validation")
         draft.put("data.eval_split", split.value, split)
 
 
@@ -141,31 +141,31 @@ def _finish_axolotl(draft: Draft, whole: Given) -> None:
 
 
 def _finish_deepspeed(draft: Draft, source: Source) -> None:
-    tree, whole = source.tree, Given(source, (), source.tree)
+    tree, root = source.tree, Given(source, (), source.tree)
     if not draft.trains and "auto" in (tree.get("train_micro_batch_size_per_gpu"), tree.get("gradient_clipping")):
-        draft.lose(whole.at("train_micro_batch_size_per_gpu"), "is what the TrainingArguments say; give them, too")
+        draft.lose(root.at("train_micro_batch_size_per_gpu"), "is what the TrainingArguments say; give them, too")
     elif not draft.trains and "scheduler" not in tree:
         draft.values[SCHEDULE] = Value("constant", f"no scheduler in {source.file}")
     if "optimizer" in tree and draft.of("training.weight_decay"):
-        given = whole.at("optimizer").at("params").at("weight_decay", draft.of("training.weight_decay"))
-        draft.lose(given, "is of all weights there, and not of biases and norms here; write 0, or no optimizer")
+        decay = root.at("optimizer").at("params").at("weight_decay", draft.of("training.weight_decay"))
+        draft.lose(decay, "is of all weights there, and not of biases and norms here; write 0, or no optimizer")
     if type(tree.get("train_batch_size")) is int:
-        _batch(draft, whole.at("train_batch_size"))
+        _batch(draft, root.at("train_batch_size"))
 
 
 def _batch(draft: Draft, total: Given) -> None:
     """What DeepSpeed makes of the batch of all ranks: one of its three factors follows from the other two."""
     assumed = (8, 1) if draft.trains else (None, None)  # of TrainingArguments
     micro, steps = (draft.of(name) or default for name, default in zip((MICRO, STEPS), assumed, strict=True))
-    rest, left = divmod(total.value, (micro or 1) * (steps or 1) * (draft.ranks or 1))
-    product = f"{micro} per device x {steps or 1} micro-batches x {draft.ranks or rest} ranks"
+    quotient, remainder = divmod(total.value, (micro or 1) * (steps or 1) * (draft.ranks or 1))
+    product = f"{micro} per device x {steps or 1} micro-batches x {draft.ranks or quotient} ranks"
     if micro is None and draft.ranks is None:
         draft.values[MICRO] = Value(None, f"train_batch_size {total.value} / ranks / micro-batches", total)
         draft.lose(total, "is of all ranks; write train_micro_batch_size_per_gpu, too")
-    elif left or (rest > 1 and None not in (micro, steps, draft.ranks)):
+    elif remainder or (quotient > 1 and None not in (micro, steps, draft.ranks)):
         draft.lose(total, f"is another batch than {product}; correct one of them")
     elif draft.ranks is None:
-        draft.ranks = rest
+        draft.ranks = quotient
         draft.need_not(total, product)
     elif micro is None or steps is None:
-        draft.put(STEPS if micro else MICRO, rest, total)
+        draft.put(STEPS if micro else MICRO, quotient, total)

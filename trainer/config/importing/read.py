@@ -88,15 +88,15 @@ def read_all(paths: Iterable[str], words: Sequence[str], kind: str | None) -> li
     """Every source that is given, and those that they name. ``kind``: whose they are, where their keys leave that open.
     Those that say how to train come first. ConfigError if one cannot be read.
     """
-    found = _command(list(words), COMMAND_LINE, kind) if words else []
+    sources = _command(list(words), COMMAND_LINE, kind) if words else []
     for path in paths:
-        found += _file(Path(path), kind)
-    given = {source.kind for source in found} & {"deepspeed"}  # in place of one that a script names
-    for source in found:  # which grows
+        sources += _file(Path(path), kind)
+    replaced = {source.kind for source in sources} & {"deepspeed"}  # in place of one that a script names
+    for source in sources:  # which grows
         for inner, whose in _named(source):
-            if str(inner) not in {each.file for each in found} and whose not in given:
-                found += _file(inner, kind or whose)
-    return sorted(found, key=lambda source: -1 if source.trains else ASIDE.index(source.kind))
+            if str(inner) not in {earlier.file for earlier in sources} and whose not in replaced:
+                sources += _file(inner, kind or whose)
+    return sorted(sources, key=lambda source: -1 if source.trains else ASIDE.index(source.kind))
 
 
 def _named(source: Source) -> Iterator[tuple[Path, str]]:
@@ -138,8 +138,8 @@ def mapping(path: Path, text: str | None = None) -> Document:
 def _source(tree: dict[str, Any], file: str, kind: str | None, document: Document | None = None) -> Source:
     marks = {name: sorted(marks & tree.keys()) for name, marks in MARKS.items() if marks & tree.keys()}
     if len(marks) > 1 and kind not in marks:
-        said = " and of ".join(f"{NAMES[name]} ({', '.join(keys)})" for name, keys in marks.items())
-        raise ConfigError(f"{file}: has keys of {said}; say which with --from {' or --from '.join(marks)}")
+        owners = " and of ".join(f"{NAMES[name]} ({', '.join(keys)})" for name, keys in marks.items())
+        raise ConfigError(f"{file}: has keys of {owners}; say which with --from {' or --from '.join(marks)}")
     if not (marks or kind or ARGUMENTS & tree.keys()):
         raise ConfigError(f"{file}: none of its keys is known; say whose it is with --from {', '.join(NAMES)}")
     if len(marks) == 1:
@@ -155,7 +155,7 @@ def _commands(text: str) -> list[list[str]]:
     """The commands of a shell script that begin with a launcher or a Python file, and have options if any has; with the
     values of its variables, as far as they are plain.
     """
-    found = []
+    commands = []
     variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"'`()]*)[\"']?\s*$", text, re.MULTILINE))
     for _ in range(3):  # of which one may be in another
         text = Template(text).safe_substitute(variables)
@@ -166,8 +166,8 @@ def _commands(text: str) -> list[list[str]]:
             continue
         words = _bare(words)
         if words and (Path(words[0]).name in LAUNCHERS or words[0].endswith(".py")):
-            found.append(words)
-    return [words for words in found if any(re.match("--", word) for word in words)] or found
+            commands.append(words)
+    return [words for words in commands if any(re.match("--", word) for word in words)] or commands
 
 
 def _bare(words: list[str]) -> list[str]:
@@ -186,17 +186,17 @@ def _command(words: list[str], file: str, kind: str | None) -> list[Source]:
     if kind in (None, "trl") and (task := re.search(TASKS, words[max(script, 0)].rpartition("/")[2])):
         kind, options = "trl", options | ({} if task[0] == "sft" else {"task": task[0]})
     if options.keys() - {*PATHS}:
-        found = [_source(options, file, kind)]
+        sources = [_source(options, file, kind)]
     else:  # what it does is in the files alone
-        named = _named(Source("transformers", file, options))
-        found = [
-            each for path, whose in named for each in _file(path, kind or (whose if whose == "deepspeed" else None))
+        files = _named(Source("transformers", file, options))
+        sources = [
+            source for path, whose in files for source in _file(path, kind or (whose if whose == "deepspeed" else None))
         ]
     launched = {name: value for name, value in launched.items() if name not in ("", "m")}
-    found += [Source("accelerate", file, launched)] if launched else []
-    if not found:
+    sources += [Source("accelerate", file, launched)] if launched else []
+    if not sources:
         raise ConfigError(f"{file}: neither options of a script, nor a file that is here")
-    return found
+    return sources
 
 
 def _options(words: Iterable[str]) -> dict[str, Any]:

@@ -81,9 +81,9 @@ def _task(given: Given, draft: Draft) -> dict[str, Any]:
 
 def _optim(given: Given, draft: Draft) -> dict[str, Any]:
     name = str(given.value).lower()
-    ours = "adamw_torch_fused" if name in ADAMW else "lion_32bit" if name in LION else name
-    lost = f"has state in 8 bits or 4; {ours} has it in 32, which may rest on the host with strategies.offload"
-    return {"training.optim": ours, LOST: lost if name in (*SMALL, *SMALL_LION) else None}
+    optimizer = "adamw_torch_fused" if name in ADAMW else "lion_32bit" if name in LION else name
+    lost = f"has state in 8 bits or 4; {optimizer} has it in 32, which may rest on the host with strategies.offload"
+    return {"training.optim": optimizer, LOST: lost if name in (*SMALL, *SMALL_LION) else None}
 
 
 def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
@@ -115,8 +115,8 @@ def _precision(given: Given, draft: Draft) -> dict[str, Any] | str | None:
     if given.value not in ("bf16", "fp16"):
         return None if given.value in ("no", False) else "is no precision here; there are bf16, fp16 and fp32"
     if draft.of("training.bf16") or draft.of("training.fp16"):
-        same = draft.of(f"training.{given.value}")
-        return None if same else Nothing("is not in force there: the arguments say another precision")
+        agrees = draft.of(f"training.{given.value}")
+        return None if agrees else Nothing("is not in force there: the arguments say another precision")
     return {f"training.{given.value}": True}
 
 
@@ -138,8 +138,8 @@ def _sharding(given: Given, draft: Draft) -> dict[str, Any]:
 def _lora_target(given: Given, draft: Draft) -> dict[str, Any] | str | None:
     names = given.value
     if given.tree.get("lora_target_linear"):  # besides which these are targets
-        more = {"embed_tokens", "lm_head", "wte"} & set(names)
-        return f"{', '.join(sorted(more))} is no linear layer of a block; write modules_to_save" if more else None
+        outside = {"embed_tokens", "lm_head", "wte"} & set(names)
+        return f"{', '.join(sorted(outside))} is no linear layer of a block; write modules_to_save" if outside else None
     if isinstance(names, str) and not re.search(r"[\\()*|\[]", names):
         names = names.replace(" ", "").split(",")
     return {"model.lora.target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}
@@ -152,9 +152,9 @@ def _share(given: Given, draft: Draft) -> dict[str, Any] | str | None:
 
 def _named_file(given: Given, draft: Draft) -> str | None:
     instead = any(source.kind in given.name for source in draft.sources)  # another is given
-    read = (source.file.rpartition("/")[2] for source in draft.sources)
-    found = instead or given.value in (True, False) or str(given.value).rpartition("/")[2] in read
-    return None if found else "is a file that is not here; give it, too"
+    file_names = (source.file.rpartition("/")[2] for source in draft.sources)
+    is_read = instead or given.value in (True, False) or str(given.value).rpartition("/")[2] in file_names
+    return None if is_read else "is a file that is not here; give it, too"
 
 
 def _split(given: Given, draft: Draft) -> dict[str, Any]:
@@ -180,11 +180,11 @@ def warmup(steps: int) -> int:
 
 def _per_epoch(given: Given, draft: Draft) -> dict[str, Any] | str | None:
     """A share of all steps; where that is one whole or more Axolotl does as if the key were not there."""
-    what, share = given.name[:4], 1 / given.value / (given.tree.get("num_epochs") or 1) if given.value else 1
-    if share >= 1 or (what == "eval" and not evaluates(given.source)):
+    event, share = given.name[:4], 1 / given.value / (given.tree.get("num_epochs") or 1) if given.value else 1
+    if share >= 1 or (event == "eval" and not evaluates(given.source)):
         return SAID
-    return {f"training.{what}_strategy": "steps", f"training.{what}_steps": share} | (
-        {"training.eval_on_start": True} if what == "eval" else {}
+    return {f"training.{event}_strategy": "steps", f"training.{event}_steps": share} | (
+        {"training.eval_on_start": True} if event == "eval" else {}
     )
 
 
@@ -203,8 +203,8 @@ def _half(given: Given, draft: Draft) -> dict[str, Any] | None:
 
 
 def _plugins(given: Given, draft: Draft) -> str | None:
-    others = [name for name in given.value if not re.search(r"Liger|CutCrossEntropy|KernelsPlugin", name)]
-    return f"runs code of Axolotl ({', '.join(others)}), which is not run here; leave it out" if others else KERNELS
+    unknown = [name for name in given.value if not re.search(r"Liger|CutCrossEntropy|KernelsPlugin", name)]
+    return f"runs code of Axolotl ({', '.join(unknown)}), which is not run here; leave it out" if unknown else KERNELS
 
 
 def _quantised_options(given: Given, draft: Draft) -> dict[str, Any]:

@@ -32,10 +32,10 @@ def loss_of(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         inputs: ``input_ids`` [C * B, S] of C columns one after the other, ``attention_mask`` where there is padding,
             and ``labels`` [B], which says how many rows there are.
     """
-    given = {name: each for name, each in inputs.items() if name != "labels"}
-    tokens = model(**given)[0]
+    features = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    tokens = model(**features)[0]
     ranking, mean = parts(tokens.shape[-1])
-    vectors = mean({"token_embeddings": tokens, **given})["sentence_embedding"]
+    vectors = mean({"token_embeddings": tokens, **features})["sentence_embedding"]
     loss: Tensor = ranking.compute_loss_from_embeddings(list(vectors.split(len(inputs["labels"]))), None)
     return loss
 
