@@ -72,7 +72,7 @@ test-torchao: $(READY) ## the tests of what torchao does, which is installed int
 # Triton's interpreter runs them on a CPU. Pinned here alone: torch for CUDA brings a Triton of its own.
 test-liger: $(READY) ## the tests with Liger's kernels, which are installed into build/liger
 	pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
-	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/liger $(PYTEST) tests/parity/test_liger.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/liger $(PYTEST) --dist load tests/parity/test_liger.py
 
 # Torch's wheel for CUDA believes in GPUs that are made of host memory; see $(FAKE)/README.md. Not part of .ci/run: the
 # environment is a download of 3 GB, and all takes about ten minutes.
