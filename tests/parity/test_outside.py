@@ -12,6 +12,7 @@ import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
 
+from deepstow.launch import plan
 from deepstow.trainer.config.load import load, load_tree
 from deepstow.trainer.config.sections import DataSection
 from deepstow.trainer.data import prepare as preparing
@@ -118,6 +119,9 @@ class Scaled(Recipe):
     def apply(self, model, config):
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(self.options(config).by)
+
+    def plan_lines(self, config, plan, machine):
+        return [f"its head: times {self.options(config).by}"]
 
     def sentence(self, session):
         return f"Its head was multiplied by {self.options(session.config).by} before."
@@ -294,7 +298,7 @@ def test_callbacks_go_on_and_the_card_names_them(home: Path) -> None:
 
 
 def test_a_recipe(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It changes the model before training, the card says so, and what it exports is made again if it is gone."""
+    """It changes the model before training, plan and card say so, and what it exports is made again if it is gone."""
     heads = []
     for by in (1.0, 0.5, None):
         tree = tree_of(home, output_dir=str(home / str(by)), resume_from_checkpoint="auto")
@@ -311,6 +315,11 @@ def test_a_recipe(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tree["recipes"], tree["training"]["output_dir"] = {"scaled:Scaled": {"by": 1.0}}, str(home / "1.0")
     assert runs.run(config_in(home, tree), Ranks(), Stop()) == 0
     assert (home / "1.0" / "export-sizes" / "sizes.txt").read_text() == "sizes"
+    assert "its head: times 0.5" in capfd.readouterr().out
+    tree["recipes"] = {"scaled:Scaled": {"by": 0.25}}
+    config_in(home, tree)
+    assert plan.main(["--config", str(home / "run.yaml")]) == 0
+    assert "its head: times 0.25" in capfd.readouterr().out
     tree["recipes"] = {"scaled:Broken": {}}
     tree["training"]["allow_change"] = ["loss"]
     assert runs.run(config_in(home, tree), Ranks(), Stop()) == 1

@@ -181,7 +181,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, ove
         plans = plans_of(batches.config, ranks, machine, resumes=resumed is not None, masked=batches.masked)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check(Before.SHOWING, config=config, ranks=ranks, rows=prepared.train, plans=plans, plan=plan)
-    lines, evaluating = [row for recipe in config.switched_on for row in recipe.plan_lines(config, plan, machine)], None
+    lines = [line for recipe in config.switched_on for line in recipe.plan_lines(config, plan, machine)]
+    evaluating = None
     if prepared.eval is not None:
         evaluated = collated(config, prepared.eval)
         evaluating = evaluation.rows(evaluated.config, plan, masked=evaluated.masked)
