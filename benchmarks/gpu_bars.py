@@ -13,9 +13,13 @@ from deepstow.strategies.core.sizes import human
 from deepstow.strategies.report.table import table
 
 Found = Mapping[str, Any]  # what a run of a contender measured (``harness/child.py``)
-OURS, PLAIN, ZERO2 = "ours-budget", "plain", "deepspeed-zero2"
+OURS = "ours-budget"
+PLAIN = "plain"
+ZERO2 = "deepspeed-zero2"
 SUPER = "superoffload", "superoffload-host"  # whose faster one counts
-OVER_SUPER, OVER_ZERO2, OF_PLAIN = 1.3, 1.8, 0.95
+OVER_SUPER = 1.3
+OVER_ZERO2 = 1.8
+OF_PLAIN = 0.95
 PREDICTED = 0.15  # relative difference of the predicted step from the measured one
 HEAD = ("bar", "measured", "at least", "at most", "holds")
 STEPS = ("part", "step", "exit", "seconds", "what it came to")

@@ -112,7 +112,9 @@ def rates_in(known: Sequence[Path], here: profiles.MachineKey) -> profiles.Store
 
 def pinning(gib: float) -> dict[str, Any]:
     """Seconds to map memory and, where there is a device, to pin and unpin it; ``doctor.py --rates`` times copies."""
-    size, device, stamps = int(gib * GIB), accelerator.current(), [time.perf_counter()]
+    size = int(gib * GIB)
+    device = accelerator.current()
+    stamps = [time.perf_counter()]
     pages = HostMemory(size, device or torch.device("cpu"), "this measurement")
     stamps.append(time.perf_counter())
     result: dict[str, Any] = {"gib": gib, "map_s": stamps[1] - stamps[0]}

@@ -31,7 +31,9 @@ SIDES: Mapping[str, Mapping[str, Any] | None] = {
     "streamed": {"site": "host", "weights": "streamed"},
     "streamed state": {"site": "streamed", "weights": "streamed"},
 }
-ROWS, LENGTH, NORM = 1, 8, 1.0
+ROWS = 1
+LENGTH = 8
+NORM = 1.0
 
 
 def side(layers: int, offload: Mapping[str, Any] | None) -> Callable[[], None]:

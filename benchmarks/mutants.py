@@ -145,7 +145,10 @@ class Watch:
     """A plugin of pytest: which mutants each test comes by, and its seconds of CPU; what failed first."""
 
     def __init__(self, marks: Path) -> None:
-        self.marks, self.failed, self.wrong, self._began_s = marks, ("", ""), False, 0.0
+        self.marks = marks
+        self.failed = ("", "")
+        self.wrong = False
+        self._began_s = 0.0
 
     def pytest_runtest_setup(self, item: Any) -> None:
         self._began_s, self.wrong = time.process_time(), False

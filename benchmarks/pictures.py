@@ -36,7 +36,9 @@ CARD = "rtx4090-pcie4"
 WIDTH, UNIT, EDGE = 720, 100, 12  # units, and how many are an inch
 PAPER = "#ffffff"
 RANKS = ("#3c6496", "#c47828")  # of the first and the second rank
-WEIGHTS, STATE, REST = "#6ea0be", "#c47828", "#b4b4b4"
+WEIGHTS = "#6ea0be"
+STATE = "#c47828"
+REST = "#b4b4b4"
 OWNERS = {"weights": WEIGHTS, "optimizer state": STATE, "gradients, buffers, other": REST}
 ROWS = {
     Resource.COMPUTE: "compute",
@@ -175,7 +177,9 @@ def way_of_a_run() -> None:
         "checkpoints": ("the same bits,", "any strategy"),
         "export": ("reloaded and", "compared"),
     }
-    width, across, high = 200, 248, 92
+    width = 200
+    across = 248
+    high = 92
     figure, axes = sheet(42 + 172 + high + 12)
     text(axes, EDGE, 28, "decided first, on any laptop, without device memory")
     text(axes, EDGE, 200, "then carried out")
@@ -234,7 +238,9 @@ def two_arenas() -> None:
 def order_of_a_step() -> None:
     """Gradients wait for the norm; updates run under the next forward."""
     title = "The order of a step with clipping"
-    wide, blocks, left = 47, 4, EDGE
+    wide = 47
+    blocks = 4
+    left = EDGE
     tops = {"compute": 78, "gradients that wait": 154, "updates": 322}
     figure, axes = sheet(tops["updates"] + 100)
     text(axes, EDGE, 28, f"{title}, four blocks", weight="bold")

@@ -58,12 +58,16 @@ class Gpt:
 
     def seconds(self, ranks: int, sequences: int, teraflops: float) -> float:
         """Of a step at published Tflop/s per GPU (equation 3 of 2021; later without what is recomputed)."""
-        h, s, passes = self.hidden, self.sequence, 4 if self.year == 2021 else 3
+        h = self.hidden
+        s = self.sequence
+        passes = 4 if self.year == 2021 else 3
         products = 24 * sequences * s * self.layers * h**2 * (1 + s / (6 * h))
         return (passes * products + 6 * sequences * s * h * self.words) / ranks / teraflops / 1e12
 
 
-B175, B530, B1000 = Gpt("175 B", 96, 12288, 96), Gpt("530 B", 105, 20480, 128), Gpt("1 T", 128, 25600, 160)
+B175 = Gpt("175 B", 96, 12288, 96)
+B530 = Gpt("530 B", 105, 20480, 128)
+B1000 = Gpt("1 T", 128, 25600, 160)
 B405 = Gpt("405 B", 126, 16384, 128, 2024, 128_256, 8192)
 SECONDS = (  # stages, sequences per step, seconds of a step; 8 tensor ranks, 1 data rank
     (Gpt("22 B", 48, 6144, 64, 2022), 1, 4, 1.10), (replace(B175, year=2022), 8, 64, 13.75),
@@ -82,7 +86,9 @@ ALONE = (  # ZeRO 3 without model parallelism: ranks, micro-batch, sequences, Tf
 def rank_facts(gpt: Gpt, machine: MachineFacts, b: int, t: int, pieces: int = 1) -> Facts:
     """One of ``t`` tensor ranks' share of ``gpt`` for a micro-batch of ``b``, each block in so many ``pieces``."""
     h, s = gpt.hidden, gpt.sequence
-    hidden, linear, core = s * b * h, 24 * b * s * h * h // t, 4 * b * s * s * h // t
+    hidden = s * b * h
+    linear = 24 * b * s * h * h // t
+    core = 4 * b * s * s * h // t
     outside = t if gpt.year == 2021 else 1  # what tensor ranks divide with sequence parallelism only
     input_bytes, dense = 2 * hidden * outside // t, (10 * outside + 24) * hidden // t
     saved = dense + (0 if gpt.year == 2024 else 5 * gpt.heads * s * s * b // t)

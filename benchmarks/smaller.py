@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS, TOKENS, TIMES = 4, 128, 3
+ROWS = 4
+TOKENS = 128
+TIMES = 3
 WAYS: dict[str, list[str]] = {
     "none": [f"quantize={{formats: [int8, nf4{', int8_group, int4_group' * bool(find_spec('torchao'))}]}}"],
     "magnitude 50 %": ["prune={method: magnitude, sparsity: 0.5}"],

@@ -198,7 +198,9 @@ def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
     """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``. A build that was
     killed leaves a lock, and every later load waits for it without end.
     """
-    library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
+    library = folder / f"{op.name}.so"
+    lock = folder / "lock"
+    recipe = folder / "build.ninja"
     build = "deepstow doctor --build"
     if lock.exists():
         value = f"locked for {human_duration(time.time() - lock.stat().st_mtime)}: a build is running or was killed"

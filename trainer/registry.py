@@ -56,7 +56,9 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, base: type[T], group: str, package: str) -> None:
-        self.base, self.group, self._package = base, group, package
+        self.base = base
+        self.group = group
+        self._package = package
         self._kinds = dict[str, type[T]]()
 
     def add(self, kind: Kind) -> Kind:

@@ -212,7 +212,10 @@ def timed(work: Work, trained: Trained, batches: Batches, device: torch.device) 
     graphs = torch._dynamo.utils.counters["stats"]
     torch.manual_seed(work.seed)  # of dropout
     losses = [step(trained, batches[index % len(batches)]) for index in range(work.warmup)]
-    stamps, others_s, own_s, compiled = [settle()], others_cpu_s(), time.process_time(), graphs["unique_graphs"]
+    stamps = [settle()]
+    others_s = others_cpu_s()
+    own_s = time.process_time()
+    compiled = graphs["unique_graphs"]
     for index in range(work.warmup, work.warmup + work.steps):
         losses.append(step(trained, batches[index % len(batches)]))
         stamps.append(time.perf_counter())

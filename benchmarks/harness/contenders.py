@@ -148,7 +148,9 @@ class Ours(Trained):
             options["gpu_memory"] -= OVERHEAD_BYTES.get(device.type, 0)
         prepare(model, device, compiled, attention)
         self.model = model
-        batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
+        batch = (work.rows, work.length)
+        count = work.accumulation
+        norm = work.max_grad_norm
         plan = plan_for(
             model, batch=batch, eval_rows=0, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options
         )

@@ -46,7 +46,10 @@ def answer(
     around = {"command": command, "commit": commit(), **processes.surroundings()}
     refuse_unmeasured(around, contenders)
     folder = new_folder(out, theme, around["hardware"])
-    above, runs, code, text = conditions(work, rounds, around), list[Run](), ExitCode.FINISHED, ""
+    above = conditions(work, rounds, around)
+    runs = list[Run]()
+    code = ExitCode.FINISHED
+    text = ""
     say(f"{len(contenders)} contenders; {above}")
     about_work = {**asdict(work), "tokens_per_step": work.tokens, "shape": asdict(work.shape)}
     try:
@@ -80,7 +83,9 @@ def refuse_unmeasured(around: Mapping[str, Any], contenders: Sequence[Contender]
 
 def conditions(work: Work, rounds: int, around: Mapping[str, Any]) -> str:
     """The line above a table: the work, the machine and the versions that the figures belong to."""
-    shape, versions, hardware = work.shape, around["versions"], around["hardware"]
+    shape = work.shape
+    versions = around["versions"]
+    hardware = around["hardware"]
     ranks = f" and rank, on {work.ranks} ranks" if work.ranks > 1 else ""
     recompute = ", blocks recomputed" if work.recompute else ""
     recompute += f", {work.attention} attention" + (f" with dropout {work.dropout}" if work.dropout else "")

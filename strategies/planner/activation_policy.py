@@ -27,7 +27,9 @@ from deepstow.strategies.core.peak import Saved, host_room
 from deepstow.strategies.core.plan import INPUT, NONE, Keep
 
 WORTH_BYTES = 64 << 20  # of logits in fp32, from which their loss is computed by chunks by default
-FULL, SELECTIVE, AUTO = "full", "selective", "auto"
+FULL = "full"
+SELECTIVE = "selective"
+AUTO = "auto"
 EXPENSIVE = ("linear", "attention")  # kinds of operators whose outputs are small for what they cost
 GPU_PROPORTION, CPU_PROPORTION = 100, 5  # floating-point operations in the time of one byte, if the rates are unknown
 

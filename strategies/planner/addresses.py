@@ -87,9 +87,9 @@ def all_needs(layout: Layout) -> list[Need]:
     return [need for bucket in layout.buckets for need in needs(bucket, layout)]
 
 
-def held_bytes(found: Iterable[Need], tier: Tier) -> int:
+def held_bytes(bucket_needs: Iterable[Need], tier: Tier) -> int:
     """What these needs are of one tier, outside of slots."""
-    return sum(aligned(need.num_bytes, tier) for need in found if need.tier is tier and not need.passes)
+    return sum(aligned(need.num_bytes, tier) for need in bucket_needs if need.tier is tier and not need.passes)
 
 
 def travelling(layout: Layout) -> list[Bucket]:

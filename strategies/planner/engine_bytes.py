@@ -37,8 +37,8 @@ def buffers(facts: Facts, stage: int, shards: int) -> Iterator[Reserve]:
         yield Reserve(unit=RUN, reason=reason, owner="zero: reduce bucket", num_bytes=num_bytes)
     run, sizes = facts.run, element_bytes(facts.run, stage)
     if run.apart and stage > 0:
-        size_of_all = sum(sizes[kind] for kind, from_stage in SPLIT_FROM.items() if stage >= from_stage)
-        expert_bytes = size_of_all * run.apart * (shards - run.alike) // (shards * run.alike)
+        split_bytes = sum(sizes[kind] for kind, from_stage in SPLIT_FROM.items() if stage >= from_stage)
+        expert_bytes = split_bytes * run.apart * (shards - run.alike) // (shards * run.alike)
         reason = f"{run.alike} ranks share it, and not all {shards}"
         yield Reserve(unit=RUN, reason=reason, owner="zero: state of experts", num_bytes=expert_bytes)
     if stage == 3 and shards > 1:

@@ -63,7 +63,9 @@ from deepstow.strategies.planner.tasks import Resource, build_tasks
 # by MosaicML. Within training a product takes so many times as long as alone, since clocks fall, and it hides nothing
 # that only reads and writes memory. Of what ZeRO gathers across machines a part is HIDDEN: by FSDP nearly all, by
 # DeepSpeed nearly nothing. So estimated, all of these runs are within NEAR.
-WITHIN_TRAINING, HIDDEN, NEAR = 1.4, 0.5, 0.25
+WITHIN_TRAINING = 1.4
+HIDDEN = 0.5
+NEAR = 0.25
 STEADY = 2  # the first iteration that is like those after it
 TOUCHED_BYTES = 28  # per parameter, by an update on the device: 4 numbers read and 3 written, in fp32
 LAUNCHES = 4  # kernels per stretch of an update on the device: gradient to fp32, clipped, applied, weight rounded

@@ -57,7 +57,9 @@ def simulated(plan: Plan) -> Step | None:
     """The step of ``plan``; of one that stows nothing, with all updates on the device after backward. None: over a
     network, or unknown rates.
     """
-    cost, rates, run = plan_cost(plan), plan.facts.machine.rates, plan.facts.run
+    cost = plan_cost(plan)
+    rates = plan.facts.machine.rates
+    run = plan.facts.run
     update_s = 0.0
     if cost is None:
         if rates is None or not run.forward_flops or run.world_size > 1:

@@ -16,7 +16,9 @@ from deepstow.trainer.config.sections import LoraSection, RunConfig
 from deepstow.trainer.config.yaml_file import Fault
 from deepstow.trainer.errors import nearest_file
 
-CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
 OPEN = ("lora_dropout", "loraplus_lr_ratio", "export")  # keys of model.lora that may differ: no weight depends on them
 KEY = ("model", "adapter")
 

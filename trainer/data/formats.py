@@ -193,7 +193,9 @@ class Encoder:
 
     def _finish(self, document: Document) -> Encoded:
         """Truncate or drop; refuse a token that the model has no embedding for."""
-        ids, labels, limit = document.ids, [MASKED, *document.labels[1:]], self.options.max_length
+        ids = document.ids
+        labels = [MASKED, *document.labels[1:]]
+        limit = self.options.max_length
         if (worst := max(ids, default=0)) >= self.vocab_size:
             line = f"token id {worst} is beyond the model's vocabulary of {self.vocab_size}"
             return f"{line}; the data or the tokenizer belongs to another model"

@@ -209,7 +209,9 @@ def open_train(section: DataSection) -> Iterator[Source]:
 
 def open_eval(section: DataSection) -> Source | None:
     """The source of the evaluation rows, if they are apart from the training rows."""
-    path, name, split = section.eval_path, None, section.eval_split or section.split
+    path = section.eval_path
+    name = None
+    split = section.eval_split or section.split
     if path is None:
         if section.eval_split is None:
             return None

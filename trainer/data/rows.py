@@ -141,7 +141,10 @@ def _made(
     task: Task, source: Source, data: DataSection, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, say: Say
 ) -> Iterator[dict[str, Any]]:
     """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
-    columns, bad, ties, num_after_bad = columns_of(task, data, source), list[str](), list[str](), 0
+    columns = columns_of(task, data, source)
+    bad = list[str]()
+    ties = list[str]()
+    num_after_bad = 0
     number = 0
     for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
         checked = [(row.place, _fields(task, columns, row)) for row in batch]

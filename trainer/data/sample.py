@@ -15,7 +15,9 @@ from deepstow.trainer.data.prepare import Prepared
 from deepstow.trainer.errors import printable_lines
 
 _HEAD, _TAIL = 40, 20  # tokens shown at either end of a long stretch
-_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_GREEN = "\x1b[32m"
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
 
 
 def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 0, colour: bool = False) -> str:

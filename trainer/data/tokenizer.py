@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 KIND = "tokenizer"  # in its manifest
 FILES = ("tokenizer*", "vocab*", "*.model")  # one of them is there where a tokenizer was saved
-PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
+PAD = "<|pad|>"
+EOS = "<|eos|>"
+TURN = "<|im_start|>"
 
 
 def load(

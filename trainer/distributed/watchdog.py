@@ -98,7 +98,9 @@ class Watchdog:
     """The threads of one rank. The job's ``store`` is cloned: who waits on it would make these threads wait."""
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
         self.doing = "preparing"
         self.ended = ExitFile()
         self._told: str | None = None

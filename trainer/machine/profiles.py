@@ -55,8 +55,12 @@ from deepstow.trainer.machine.probe import GIB, Machine, peak_flops
 
 # --- named -------------------------------------------------------------------------------------------------------
 
-FP32_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.80, 0.85, 0.85
-NVLINK_EFFICIENCY, NVLINK_LATENCY_S, NETWORK_EFFICIENCY = 0.82, 3.4e-6, 0.85
+FP32_EFFICIENCY = 0.80
+MEMORY_EFFICIENCY = 0.85
+LINK_EFFICIENCY = 0.85
+NVLINK_EFFICIENCY = 0.82
+NVLINK_LATENCY_S = 3.4e-6
+NETWORK_EFFICIENCY = 0.85
 
 
 class _Link(NamedTuple):
@@ -81,8 +85,14 @@ _PCIE3 = _Link(_pcie(8), (24 + 12) / 2 / 25)
 _PCIE4 = _Link(_pcie(16), (24 + 12) / 2 / 25)
 _PCIE5 = _Link(_pcie(32), 28.5e9 / _pcie(32))
 _PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, streams=8))
-_SERVER, _DDR5, _DDR4, _SLICE = 150e9, 60e9, 40e9, 50e9
-_A100_SXM, _H100_SXM, _B200, _MI300X = (300e9, 200), (450e9, 400), (900e9, 400), (448e9, 400)
+_SERVER = 150e9
+_DDR5 = 60e9
+_DDR4 = 40e9
+_SLICE = 50e9
+_A100_SXM = (300e9, 200)
+_H100_SXM = (450e9, 400)
+_B200 = (900e9, 400)
+_MI300X = (448e9, 400)
 
 
 def across(gigabits: float) -> float:
@@ -289,7 +299,10 @@ def known_rates(machine: Machine) -> StoredRates:
 
 def one_line(rates: Rates) -> str:
     """The rates on one line."""
-    bf16, net, outside, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, rates.net_across_bytes_per_s, 1e9
+    bf16 = rates.gemm_bf16_flops_per_s
+    net = rates.net_bytes_per_s
+    outside = rates.net_across_bytes_per_s
+    giga = 1e9
     fp16 = rates.gemm_fp16_flops_per_s if not bf16 else None
     return (
         f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{bf16 / 1e12:.3g}' if bf16 else 'none'}"

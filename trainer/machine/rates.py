@@ -183,11 +183,15 @@ def host_update(num_params: int, *, mixed: bool, at_once: bool = True) -> Callab
     """A clipped AdamW step on host memory, done as the engine's ``Updates`` does it. ``mixed``: gradients are bf16 and
     converted in a scratch buffer; the new bf16 weights overwrite the gradients. Not ``at_once``: a call for each chunk.
     """
-    master, first, second = torch.randn(num_params), torch.zeros(num_params), torch.zeros(num_params)
+    master = torch.randn(num_params)
+    first = torch.zeros(num_params)
+    second = torch.zeros(num_params)
     grads = torch.randn(num_params).mul_(1e-2)
     weights = grads.bfloat16()
     source = weights.clone() if mixed else grads  # the new weights must not become the next gradients
-    scratch, factor, step = torch.zeros(HOST_CHUNK), torch.tensor(1.0), torch.tensor(0.0)
+    scratch = torch.zeros(HOST_CHUNK)
+    factor = torch.tensor(1.0)
+    step = torch.tensor(0.0)
     rule = AdamW()
     group = rule.defaults()
 

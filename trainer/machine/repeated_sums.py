@@ -45,7 +45,9 @@ def repeated_sums(*, wanted: bool) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
-    deterministic, benchmark, attends = cudnn.deterministic, cudnn.benchmark, cudnn_sdp_enabled()
+    deterministic = cudnn.deterministic
+    benchmark = cudnn.benchmark
+    attends = cudnn_sdp_enabled()
     repeat_sums()
     memory.fill_uninitialized_memory = False
     try:

@@ -46,7 +46,9 @@ def config_of(folder: str, task_type: str, dropout: float) -> Any:
     for key, value in saved.to_dict().items():
         if key not in TAKEN and value != usual.get(key) and not (key == "init_lora_weights" and value in INITIAL):
             raise ConfigError(f"{option}: it has {key} = {value!r}, with which training does not go on here; {MERGE}")
-    saved.inference_mode, saved.task_type, saved.lora_dropout = False, task_type, dropout
+    saved.inference_mode = False
+    saved.task_type = task_type
+    saved.lora_dropout = dropout
     return saved
 
 

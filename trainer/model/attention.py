@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 ELSE = "write sdpa, or sdpa_varlen, which needs no mask for packed rows"
 FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}  # their packages
-AUTO, SDPA, VARLEN = "auto", "sdpa", "sdpa_varlen"
+AUTO = "auto"
+SDPA = "sdpa"
+VARLEN = "sdpa_varlen"
 KEY = "model.attn_implementation"
 NO_MASK = "model.attention_mask: {} models take no masks of others; leave it out"
 LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families of which all that Liger replaces was read, and compared

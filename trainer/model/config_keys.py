@@ -30,7 +30,9 @@ POSITIVE = {
 }  # fmt: skip
 LARGEST = 2**28  # the square of a size, in bytes, has to fit into 64 bits
 # Of what is an object or a text each; the largest known models have 200 layers, and 30,000 experts in all layers.
-MOST_LAYERS, MOST_EXPERTS, MOST_LABELS = 2_000, 100_000, 2**20
+MOST_LAYERS = 2_000
+MOST_EXPERTS = 100_000
+MOST_LABELS = 2**20
 _LABELS = re.compile("(num|n)_labels")
 _EXPERTS = re.compile(r"(num|n|moe)_(\w+_)?experts|experts")
 _MODULES = re.compile(

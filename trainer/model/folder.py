@@ -21,7 +21,9 @@ from deepstow.strategies.core.sizes import human
 from deepstow.trainer.errors import ConfigError, first_line
 from deepstow.trainer.model import config_keys, hub
 
-CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 TENSORS, INDEX_OF_TENSORS = "pytorch_model.bin", "pytorch_model.bin.index.json"  # pickled
 OF_ADAPTERS = "adapter_config.json"
 OBJECTS = (

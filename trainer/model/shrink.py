@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 LENGTH = 32
 # The names that Hugging Face configs have for these sizes, and the size in the copy.
-HIDDEN, HEADS, FFN, VOCAB = 64, 4, 128, 512
+HIDDEN = 64
+HEADS = 4
+FFN = 128
+VOCAB = 512
 HEAD_DIM = HIDDEN // HEADS
 LAYERS, MOVING_LAYERS = 2, 4  # of two layers both are always in use or about to be, so neither could leave the device
 SIZES: Mapping[str, int] = {

@@ -58,7 +58,10 @@ def register(kernel: str, shown: Shown) -> str:
 def seen(causal: Visible, shown: Shown, padding: Tensor | None = None) -> Visible:
     """What is seen on top of ``causal``, which knows documents. ``padding``: [rows, keys], true where a token is."""
     places = padding.long().cumsum(-1) if padding is not None else None
-    window, sink, strided, random = shown["window"], shown["sink"], shown.get("strided"), shown.get("random")
+    window = shown["window"]
+    sink = shown["sink"]
+    strided = shown.get("strided")
+    random = shown.get("random")
 
     def visible(row: Any, head: Any, query: Any, key: Any) -> Any:
         near = query - key < window

@@ -178,7 +178,9 @@ class _Live(TorchDispatchMode):
         self.launched: dict[str, int] = {}
         self._made: dict[int, weakref.ref[Any]] = {}
         self._bytes = self._landed = 0
-        self._unit, self._outer, self._backward = EMBEDDING, EMBEDDING, False
+        self._unit = EMBEDDING
+        self._outer = EMBEDDING
+        self._backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -242,7 +244,9 @@ class _Live(TorchDispatchMode):
 
     def begin_backward(self) -> None:
         """Forward has ended, and nothing holds its outputs but the loss."""
-        self._backward, self._unit, self._landed = True, self._outer, 0
+        self._backward = True
+        self._unit = self._outer
+        self._landed = 0
         self._note()
 
     def _enter_backward(self, name: str, grad: Tensor) -> None:

@@ -68,7 +68,9 @@ def divide(model: PreTrainedModel, degree: int, *, in_slices: bool = False) -> N
                 _heads(model.get_submodule(parent), degree)
         if cut is Cut.GATHERED:
             head: Any = module
-            head.__class__, head.degree, head.vocabulary = GatheredHead, degree, embedding.num_embeddings
+            head.__class__ = GatheredHead
+            head.degree = degree
+            head.vocabulary = embedding.num_embeddings
     if in_slices:
         scattered.start(model, scattered.Tokens(degree, 0, ""))
 

@@ -48,7 +48,10 @@ GB = 10**9
 FOLDER = "/path/on/a/local/disk"  # of a config that names none
 LORA_SECTION = {"r": 16, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
-ROWS, LENGTH, TOKENIZER, ROWS_OF_NOBODY = 1, 2048, "the-model's-own", "my.jsonl"
+ROWS = 1
+LENGTH = 2048
+TOKENIZER = "the-model's-own"
+ROWS_OF_NOBODY = "my.jsonl"
 HEADER = ("row", "fits", "training", "ranks", "device", "host", "step", "set in the config")
 INEXACT = "full (inexact)"
 KINDS = {"full": "full fine-tuning", INEXACT: "full fine-tuning with inexact state", "LoRA": "LoRA", "QLoRA": "QLoRA"}
@@ -166,7 +169,9 @@ class Fit:
 
     def heading(self) -> list[str]:
         """Model, machine and its memory, tokens and precision, and how to change them."""
-        machine, section, training = self.machine, self.config.model, self.config.training
+        machine = self.machine
+        section = self.config.model
+        training = self.config.training
         name = section.name_or_path or (section.config or {})["model_type"]
         memory = f"{human(machine.host_available_bytes // self.ranks.local_world_size)} of host memory per rank"
         if machine.device_kind != "cpu":

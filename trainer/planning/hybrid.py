@@ -152,7 +152,9 @@ def budget(
     unknown.
     """
     shares, degrees = Shares(config, ranks, machine, lambda _: None), keys.read(config.tree(), ranks.world_size)
-    facts, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
+    facts = shares.whole
+    cost = plan_cost(plans[0])
+    rates = known_rates(machine).rates
     peak = machine.peak_flops.get(facts.run.precision.value)
     if rates is None and not peak:
         raise ConfigError(f"--tokens: neither the rates nor the peak of {machine.name} are known; give --profile")
@@ -209,7 +211,10 @@ class Shares:
                     f"deepstow search and --tokens offer nothing lossy of a config, and {parity.reason}; leave it out"
                 )
                 raise config.error(f"strategies.{name}", strategy.written, what)
-        self._config, self._ranks, self._machine, self._say = config, ranks, machine, say
+        self._config = config
+        self._ranks = ranks
+        self._machine = machine
+        self._say = say
         self._tree = config.tree()
         self.whole = self._gathered(build(keys.without(self._tree)).like(config))
 
@@ -220,7 +225,9 @@ class Shares:
 
     def by_size(self, sequences: int) -> tuple[Known, list[str]]:
         """Facts of each share that is tried, and why others are not: multiples of a degree that is refused are, too."""
-        own_size, ranks, refused = self.whole.run.micro_batch, self._ranks, dict[str, str]()
+        own_size = self.whole.run.micro_batch
+        ranks = self._ranks
+        refused = dict[str, str]()
         sizes = [own_size, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own_size)]
         facts_of = {Size(own_size): self.whole} | {Size(size): self._share(Size(size)) for size in sizes[1:]}
         experts = self.whole.run.num_experts

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WIDTH, ROW, HEAD = 14.0, 0.55, 1.2  # inches: of a picture, of a resource in it, and of its title and legend
-INK, ARENA, SAVED, RED = "#282828", "#7890b0", "#bac8dc", "#c82828"
+INK = "#282828"
+ARENA = "#7890b0"
+SAVED = "#bac8dc"
+RED = "#c82828"
 # By the first word of an event's label.
 COLOURS = {
     "forward": "#568c5a",

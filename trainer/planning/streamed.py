@@ -52,7 +52,9 @@ def placed(model: Any, plan: Plan | None, device: torch.device) -> Iterator[Call
 
     Inside, ``use_cache`` is off: with a cache Transformers lets documents of a packed row see each other.
     """
-    stowed, group, use_cache = None, None, getattr(model.config, "use_cache", None)
+    stowed = None
+    group = None
+    use_cache = getattr(model.config, "use_cache", None)
     if use_cache is not None:
         model.config.use_cache = False
     if plan is None:

@@ -96,8 +96,12 @@ def make_arguments(session: Session) -> TrainingArguments:
 
 def make_model(session: Session) -> Built:
     """Build the model on the CPU, or split over the ranks where the plan splits parameters; of a pipeline the stage."""
-    config, plan, source = session.config, session.plan, session.source or session.config
-    section, seed, task = source.model, config.training.seed, config.chosen_task
+    config = session.config
+    plan = session.plan
+    source = session.source or session.config
+    section = source.model
+    seed = config.training.seed
+    task = config.chosen_task
     hf_config = config_of(source)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:

@@ -152,7 +152,9 @@ class SaveAndStop(TrainerCallback):
     """
 
     def __init__(self, stop: Stop, trainer: Trainer, together: Agreement) -> None:
-        self._stop, self._trainer, self._together = stop, trainer, together
+        self._stop = stop
+        self._trainer = trainer
+        self._together = together
         self._agreed = False  # to save and to end
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -365,7 +367,10 @@ class SampleText(TrainerCallback):
         *,
         chats: bool = False,
     ) -> None:
-        self._prompt, self._asked, self._file, self._chats = prompt, asked, file, chats
+        self._prompt = prompt
+        self._asked = asked
+        self._file = file
+        self._chats = chats
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._prompt:

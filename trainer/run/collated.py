@@ -16,7 +16,9 @@ from deepstow.strategies.core.protocol import Axis
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
 
-IDS, LABELS, POSITIONS = "input_ids", "labels", "position_ids"
+IDS = "input_ids"
+LABELS = "labels"
+POSITIONS = "position_ids"
 
 
 class Collated(NamedTuple):

@@ -66,7 +66,9 @@ def read_data(
     opened = preparing.opened_by_nobody
     if resumed is not None:
         opened = partial(resumed.compare_contents, config, hf_config, contents.code(section, hf_config))
-    seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local
+    seed = config.training.seed
+    home = preparing.cache(folder / "data")
+    compares = ranks.is_first_local
     if not task.language:
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)

@@ -58,7 +58,9 @@ PROBE_TOKENS = 32
 UNOPENED = (RuntimeError, OSError, ValueError, SafetensorError)  # of what cannot be loaded
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 # Evaluated layers with 8-bit weights round their inputs to 8 bits as well, and merged ones do not.
-FP32_TOLERANCE, HALF_TOLERANCE, EIGHT_TOLERANCE = 1e-3, 5e-2, 1e-1
+FP32_TOLERANCE = 1e-3
+HALF_TOLERANCE = 5e-2
+EIGHT_TOLERANCE = 1e-1
 
 
 class Receipt(NamedTuple):

@@ -96,7 +96,9 @@ def _say(error: UserError | Stopped, ranks: Ranks, stop: Stop) -> None:
 
 def _failed(error: Exception, config: RunConfig, plan: Plan | None, stop: Stop, watchdog: Watchdog | None) -> ExitCode:
     """The exit code of an error that is not the user's, after it was printed."""
-    code, shown, asked_before = ExitCode.FAILED, True, stop.is_asked
+    code = ExitCode.FAILED
+    shown = True
+    asked_before = stop.is_asked
     if explained := next(filter(None, (knows(error, config) for knows in KNOWN)), None):
         code, shown = explained[0], False
         write_line(explained[1], sys.stderr)

@@ -178,7 +178,9 @@ def _tree(asked: Asked) -> Tree:
 
 def _look_at(tree: Tree) -> None:
     """Complete ``tree`` by what the rows are. Raise DataError if they are not those of the task."""
-    data, model, task = tree["data"], tree["model"], TASKS[tree["task"]]
+    data = tree["data"]
+    model = tree["model"]
+    task = TASKS[tree["task"]]
     if not Path(data["path"]).expanduser().exists():
         return
     source = open_source(data["path"], None, "train", False)

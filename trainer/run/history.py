@@ -99,7 +99,9 @@ def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 def summary(run: History) -> list[str]:
     """Cells of a run in a table: see ``SUMMARY``."""
     losses, speeds = run.curve("loss"), [value for _, value in run.curve("tokens_per_s")]
-    loss, evaluated, mfu = run.last("loss"), run.last("eval_loss"), run.last("mfu")
+    loss = run.last("loss")
+    evaluated = run.last("eval_loss")
+    mfu = run.last("mfu")
     peaks = [max((value for _, value in run.curve(f"{home}_peak_bytes")), default=None) for home in ("device", "host")]
     return [
         str(run.folder),

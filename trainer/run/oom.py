@@ -48,7 +48,9 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
 
 def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
     """Changes of the config, and the device bytes that each would free."""
-    run, training, units = plan.facts.run, config.training, plan.units()
+    run = plan.facts.run
+    training = config.training
+    units = plan.units()
     saved = sum(plan.saved_bytes(unit.name) for unit in units)
     if run.micro_batch > 1:
         half_batch = run.micro_batch // 2

@@ -153,7 +153,10 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         without_mask: Callable[[], Mapping[str, int]] = dict,
         evaluating: int = 0,
     ) -> None:
-        self._plan, self._folder, self._shown, self._without_mask = plan, folder, shown, without_mask
+        self._plan = plan
+        self._folder = folder
+        self._shown = shown
+        self._without_mask = without_mask
         self._evaluating, self._evaluated = evaluating, False
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
@@ -251,7 +254,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     def _compare_seconds(self) -> None:
         if not self._step_s:
             return
-        first, last, timings = min(self._step_s), max(self._step_s), None
+        first = min(self._step_s)
+        last = max(self._step_s)
+        timings = None
         steps = f"steps {first} to {last}" if last > first else f"step {first}"
         if self._unit_times:
             times = without_again(median_of(self._unit_times), self._plan.facts_as_kept())

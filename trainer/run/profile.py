@@ -37,7 +37,9 @@ class Profile(TrainerCallback):
     """Profiles some optimizer ``steps`` of ``trainer``, first and last, into the folder ``profile`` of the run."""
 
     def __init__(self, trainer: Any, plan: Plan, steps: Sequence[int], folder: Path, model: str) -> None:
-        self._trainer, self._plan, self._model = trainer, plan, model
+        self._trainer = trainer
+        self._plan = plan
+        self._model = model
         (self._first, self._last), self._folder = steps, folder / "profile"
         self._profiler: Any = None
         self._step: Any = None

@@ -292,7 +292,9 @@ def _of_key(found: Difference, section: type[BaseModel] | None) -> Iterator[Diff
 
 def _of_strategies(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
     for name in sorted({*saved, *now}):
-        old, new, strategy = saved.get(name), now.get(name), find(name) if name in available() else None
+        old = saved.get(name)
+        new = now.get(name)
+        strategy = find(name) if name in available() else None
         if strategy is not None and old is not None:
             old = {option: value for option, value in old.items() if not strategy.removed_of(option, value)}
         if old != new:

@@ -212,7 +212,9 @@ class TakenOver(TrainerCallback):
                 write_line(
                     f"the best evaluation so far, of step {state.best_global_step}, {self._other}: it is forgotten"
                 )
-            state.best_metric, state.best_model_checkpoint, state.best_global_step = None, None, None
+            state.best_metric = None
+            state.best_model_checkpoint = None
+            state.best_global_step = None
         elif state.best_metric is not None:
             # Hugging Face has dropped the path already if there is no folder any more.
             name = Path(state.best_model_checkpoint or f"checkpoint-{state.best_global_step}").name

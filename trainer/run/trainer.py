@@ -458,7 +458,9 @@ class Trainer(StowedTrainer, transformers.Trainer):
         named = (name for name, _ in self.accelerator.unwrap_model(self.whole).named_buffers())
         buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
         loss_is_finite = not hasattr(self, "last_loss") or math.isfinite(float(self.last_loss))
-        step, keep, best = self.state.global_step, self.keep, self.state.best_model_checkpoint
+        step = self.state.global_step
+        keep = self.keep
+        best = self.state.best_model_checkpoint
         same_modes(written)
 
         def manifest() -> checkpoint.Manifest:

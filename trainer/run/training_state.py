@@ -66,7 +66,9 @@ def save(trainer: Any, checkpoint: Path) -> None:
     """Write what this rank holds, after the model's files have been written. Ranks do not wait for each other. Raise
     OSError if it cannot be written, ValueError if something has no place in the format.
     """
-    args, holder, folder = trainer.args, trainer.execution.holder(trainer), checkpoint / OPTIMIZER
+    args = trainer.args
+    holder = trainer.execution.holder(trainer)
+    folder = checkpoint / OPTIMIZER
     folder.mkdir(parents=True, exist_ok=True)
     is_first = args.process_index == 0
     not_in_files = list(_not_in_files(trainer, checkpoint, holder, writes=is_first))

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 UNNAMED = re.compile(r"LABEL_\d+")  # Transformers' name of a label that nobody has named
 MOST = 200  # labels that a line lists
-ONE, SEVERAL, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
+ONE = "single_label_classification"
+SEVERAL = "multi_label_classification"
+NUMBERS = "regression"
 
 
 @TASKS.add

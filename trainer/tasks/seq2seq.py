@@ -55,7 +55,9 @@ class Seq2Seq(Task):
     def features(
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
     ) -> list[dict[str, Any] | str]:
-        limit, most, eos = data.max_length, target_length(data), tokenizer.eos_token_id
+        limit = data.max_length
+        most = target_length(data)
+        eos = tokenizer.eos_token_id
         prompts = tokenizer([row["prompt"] for row in rows], truncation=True, max_length=limit, verbose=False)
         texts = [row["completion"] for row in rows]
         targets = tokenizer(text_target=texts, truncation=True, max_length=most, verbose=False)["input_ids"]

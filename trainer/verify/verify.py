@@ -245,13 +245,17 @@ class Offloaded:
     """
 
     def __init__(self, config: RunConfig, real: Plan, num_ranks: int, steps: int, tolerance: float) -> None:
-        self._config, self._real, self._tolerance = config, real, tolerance
+        self._config = config
+        self._real = real
+        self._tolerance = tolerance
         self._num_ranks, self._steps = num_ranks, steps
         self.copies = self._copies(keep_optimizer=True)
 
     def checks(self) -> Iterator[Check]:
         """Train and compare, one run after the other. Raise UserError if one was refused."""
-        mixed, copies, against = self._config.training.bf16, self.copies, "plain training"
+        mixed = self._config.training.bf16
+        copies = self.copies
+        against = "plain training"
         if mixed:
             itself = f"the engine with all on the device, {self._config.training.optim}"
             expected = self._run(RESIDENT, keep_optimizer=True)

@@ -117,7 +117,9 @@ def of_axolotl(given: Given, draft: Draft) -> dict[str, Any]:
     """Data sets of Axolotl. ``type`` decides, which columns do here."""
     tree = given.tree
     prefers = next((name for name in ("rl", "reward_model") if tree.get(name)), None)
-    datasets, kinds, templates = [], set(), []
+    datasets = []
+    kinds = set()
+    templates = []
     for at, entry in _inside(given):
         kind = str(entry.get("type"))
         kinds.add(kind.partition(".")[0])

@@ -72,7 +72,9 @@ def _completed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finish_arguments(draft: Draft, source: Source) -> None:
-    tree, kind, root = source.tree, source.kind, Given(source, (), source.tree)
+    tree = source.tree
+    kind = source.kind
+    root = Given(source, (), source.tree)
     if kind in ("trl", "axolotl") and "bf16" not in tree and not draft.of("training.fp16"):
         draft.default("training.bf16", True, source)
         if kind == "axolotl":

@@ -162,7 +162,9 @@ class _ByChunks(torch.autograd.Function):
         for chunk in chunks(*rows.shape):
             losses[chunk] = losses_of(rows[chunk], target[chunk], answer[chunk], how, ignored)
         ctx.save_for_backward(rows.detach(), target, answer)  # see [Note: memory of the logits] in chunked_loss.py
-        ctx.how, ctx.ignored, ctx.losses_of = how, ignored, losses_of
+        ctx.how = how
+        ctx.ignored = ignored
+        ctx.losses_of = losses_of
         ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return losses.sum()
 

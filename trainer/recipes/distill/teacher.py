@@ -98,7 +98,9 @@ def sections_of(config: RunConfig) -> dict[str, ModelSection]:
 
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError if a teacher has no configuration, or hidden states of another width than the student."""
-    on, configs, expected = asked_of(config).on, configs_of(config), width_of(build.config_of(config).get_text_config())
+    on = asked_of(config).on
+    configs = configs_of(config)
+    expected = width_of(build.config_of(config).get_text_config())
     for name, hf_config in configs.items():
         if on != "logits" and (width := width_of(hf_config.get_text_config())) != expected:
             why = f"hidden states of {name} have {width} numbers, and the student's {expected}"
@@ -334,7 +336,9 @@ def _ask(
 ) -> None:
     """Write the parts of ``home`` that are not there yet, and seal them. Without a bar, ``say`` how far it is."""
     section = asked_of(config)
-    draft, size, pad = _writing(home), section.teacher_batch_size, tokenizer.pad_token_id
+    draft = _writing(home)
+    size = section.teacher_batch_size
+    pad = tokenizer.pad_token_id
     rows: Any = prepared.train
     assert isinstance(pad, int)
     draft.mkdir(exist_ok=True)

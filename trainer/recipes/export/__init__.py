@@ -76,7 +76,9 @@ class Export(Recipe):
 
 class _Writer(Writer):
     def __init__(self, config: RunConfig, exact: Exact, exporter: Exporter) -> None:
-        self._config, self._exact, self._exporter = config, exact, exporter
+        self._config = config
+        self._exact = exact
+        self._exporter = exporter
 
     def write(self, name: str, draft: Path) -> Mapping[str, Any]:
         from deepstow.trainer.run.export import after

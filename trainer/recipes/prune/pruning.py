@@ -115,7 +115,9 @@ class Pruning(TrainerCallback):
     @torch.no_grad()
     def _norms(self, rows: int) -> dict[str, Tensor]:
         """Of each input channel of each layer, on the CPU, over the first ``rows`` rows."""
-        trainer, model, was_training = self._trainer, self._trainer.model, self._trainer.model.training
+        trainer = self._trainer
+        model = self._trainer.model
+        was_training = self._trainer.model.training
         loss_inputs = {"labels", *trainer.data_collator.columns}  # what a loss takes
         model.eval()
         with _squares(self._layers) as squares:

@@ -136,7 +136,10 @@ def cut(state: Mapping[str, Tensor], kept: Kept, built: PretrainedConfig) -> dic
         if in_layer is None:
             weights[name] = tensor
             continue
-        prefix, layer, module, kind = in_layer[1], int(in_layer[2]), in_layer[3], in_layer[4]
+        prefix = in_layer[1]
+        layer = int(in_layer[2])
+        module = in_layer[3]
+        kind = in_layer[4]
         if layer not in place:
             continue
         if (module in _ROWS) or (module in _COLUMNS and kind == "weight"):

@@ -53,9 +53,14 @@ class Report(Writer):
     """Makes exports in few bits, and says what each costs over the held-out rows."""
 
     def __init__(self, config: RunConfig, asked: QuantizeSection, given: Exact) -> None:
-        pad, exact, budget = given.tokenizer.pad_token_id, given.folder, given.budget
+        pad = given.tokenizer.pad_token_id
+        exact = given.folder
+        budget = given.budget
         assert isinstance(pad, int) and given.rows is not None
-        self._config, self._asked, self._exact, self._rows = config, asked, exact, given.rows
+        self._config = config
+        self._asked = asked
+        self._exact = exact
+        self._rows = given.rows
         self._size = size_of(exact)
         self._collate = Collator(pad, config.data.packing)
         device = device_of("cpu" if config.training.use_cpu else None)
