@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepstow.strategies.engine.memory.arena import HostMemory
-from deepstow.strategies.engine.memory.checksums import Checksums
+from deepstow.strategies.engine.memory.scratch_file import Checksums
 from deepstow.strategies.engine.memory.tiers import Striped
 
 PIECE, SLOTS = 48 << 20, 3

@@ -27,8 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from deepstow.strategies.core.compatibility import Rule
-from deepstow.strategies.core.compression import Compression
-from deepstow.strategies.core.facts import Facts, Precision, RunFacts
+from deepstow.strategies.core.facts import Compression, Facts, Precision, RunFacts
 from deepstow.strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
 from deepstow.strategies.core.plan import RUN, Decision, Plan, Reserve
 from deepstow.strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Removed, Strategy

@@ -65,11 +65,11 @@ class Linear(Strategy):
     def apply(self, model: nn.Module, plan: Plan) -> None:
         if self.transpose == "native":
             return
-        from deepstow.strategies.engine.forward import fastest_routes, routed_linear
+        from deepstow.strategies.engine.forward import routed_linear
 
         layers = routed_linear.layers_of(model)
         if self.transpose == "adaptive":
-            chosen = fastest_routes.measured(layers, plan.facts.run)
+            chosen = routed_linear.measured(layers, plan.facts.run)
         else:
             chosen = dict.fromkeys(layers, routed_linear.Routes(*[self.transpose] * 3))
         routed_linear.route(model, chosen)

@@ -26,9 +26,7 @@ from torch import Tensor, nn
 
 from deepstow.strategies.core.layout import Addresses, Item, Layout
 from deepstow.strategies.core.on_disk import state_file_bytes, weight_file_bytes
-from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending, find_overlapping
-from deepstow.strategies.engine.buckets.index import BucketOf
-from deepstow.strategies.engine.buckets.jobs import Job, Scale
+from deepstow.strategies.engine.buckets.bucket_state import BucketOf, BucketState, Job, Pending, Scale, find_overlapping
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.disk_state import DiskState
 from deepstow.strategies.engine.memory.disk_weights import DiskWeights

@@ -2,7 +2,7 @@
 
 A slot is memory that several users, buckets, take in turn. No user knows its predecessor: the plan gives each an
 address, and users with equal addresses share a slot. ``Ring`` remembers the last user of each. Whoever owns the users
-makes a ring for each kind of buffer (``updating/updates.py``, ``gradient_slots.py``, ``gradients_down.py``).
+makes a ring for each kind of buffer (``updating/updates.py``, ``updating/gradients_down.py``).
 
 Ordering. A user's own work in its slot is in order already: each of its steps waits for the one before. So one rule is
 left, that of ``Ring.take``: **whoever writes a slot for its next user first waits for all that reads or writes it for

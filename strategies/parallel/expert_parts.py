@@ -7,7 +7,7 @@ Ranks 0 to N - 1 have all experts of a model together, in order; so have the nex
 Every rank has rows of its own. The gradient of an expert on one rank is that of the rows of all N, since backward
 brings it there; so it is added over the ranks that have the same expert, and divided by the number of all ranks, as
 torch's DistributedDataParallel does with everything else. That one leaves experts out. Beside ZeRO 1 and 2 DeepSpeed
-does both (``expert_zero.py``).
+does both (``tell_zero``).
 
 Invariant. The norm counts each parameter once, and has the same bits on all ranks: squares of the experts' norms are
 gathered and added in the order of ranks.
@@ -15,7 +15,7 @@ gathered and added in the order of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepstow.strategies.parallel import expert_zero, tensor_shards
+from deepstow.strategies.parallel import tensor_shards
 from deepstow.strategies.parallel.expert_exchange import DividedExperts
 from deepstow.strategies.parallel.tensor_shards import Shard, shard_of
 from deepstow.strategies.state.torch_state import Held, Piece, TorchState, whole
@@ -50,7 +50,7 @@ class ExpertParts:
             module.forward = DividedExperts(module, self._together, min(slices, module.num_experts))
         self.is_in_zero = zero
         if zero:
-            expert_zero.mark(self.layers.values(), self.params.values(), degree)
+            tell_zero(self.layers.values(), self.params.values(), degree)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self.params))
         model.expert_parts = self  # type: ignore[assignment]
 
@@ -135,3 +135,39 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts"):
             yield name, module
+
+
+def tell_zero(layers: Iterable[nn.Module], params: Iterable[nn.Parameter], degree: int) -> None:
+    """Tell DeepSpeed's ZeRO 1 and 2 that ``degree`` ranks have all experts of ``layers`` together.
+
+    Everything but experts is shared by all ranks, experts by those that have the same ones. DeepSpeed finds such layers
+    by its own class (``deepspeed.moe.layer.MoE``), asks them to make process groups, and takes their weights in
+    parameter groups that are marked ``moe``. So layers get that class besides Hugging Face's, whose forward stays.
+    DeepSpeed adds gradients over the ranks with the same experts, divides by the number of all ranks, and adds up norms
+    of parts.
+    """
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups
+
+    class Divided(MoE):
+        """Experts of Hugging Face's in the eyes of DeepSpeed."""
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            groups._create_expert_and_data_parallel(degree)
+
+    for layer in layers:
+        layer.__class__ = type(type(layer).__name__, (type(layer), Divided), {})
+    param: Any
+    for param in params:
+        param.allreduce = False
+        param.group_name = f"ep_size_{degree}"
+
+
+def divide_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Give the experts of each parameter group a group of their own."""
+    for group in list(optimizer.param_groups):
+        experts = [param for param in group["params"] if shard_of(param) is not None]
+        if experts:
+            group["params"] = [param for param in group["params"] if shard_of(param) is None]
+            marked: Mapping[str, Any] = {"params": experts, "moe": True, "name": experts[0].group_name}
+            optimizer.add_param_group({**group, **marked})

@@ -32,8 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepstow.strategies.core.compression import Compression
-from deepstow.strategies.core.facts import Facts, Precision, Rates, RunFacts, UnitKind
+from deepstow.strategies.core.facts import Compression, Facts, Precision, Rates, RunFacts, UnitKind
 from deepstow.strategies.core.plan import RUN, Reserve, Tier
 from deepstow.strategies.planner.engine_bytes import MESSAGE_BYTES, boundary_bytes
 from deepstow.strategies.planner.network import gather_rate, straight

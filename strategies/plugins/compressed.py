@@ -41,7 +41,7 @@ from deepstow.strategies.state.spans import Span, write
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from deepstow.strategies.core.compression import Compression
+    from deepstow.strategies.core.facts import Compression
 
 CASTS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 SENT = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Compression
 from deepstow.strategies.engine.optimizer import StowOptimizer
 from deepstow.strategies.planner.engine_bytes import MESSAGE_BYTES
 from deepstow.strategies.plugins.compressed import SENT, Compressed, average, codec_of

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Compression
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.hybrid.degrees import Degrees, Stowed
 from deepstow.strategies.planner.hybrid.search import Answer, Found

@@ -17,8 +17,7 @@ from torch import nn
 
 from deepstow.strategies.core.on_disk import part_bytes
 from deepstow.strategies.engine import SGD, AdamW, StowOptimizer, stow
-from deepstow.strategies.engine.memory.checksums import CHUNK, Checksums
-from deepstow.strategies.engine.memory.scratch_file import DiskError, ScratchFile
+from deepstow.strategies.engine.memory.scratch_file import CHUNK, Checksums, DiskError, ScratchFile
 from tests.helpers.engine import LR, plan_of
 from tests.helpers.models import build
 from tests.helpers.releases import needs_scratch

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepstow.strategies.core.formats import FORMATS, expanded_bytes
 from deepstow.strategies.core.layout import Site, needs
 from deepstow.strategies.engine.buckets.bucket_state import moments_of
-from deepstow.strategies.engine.updating.chunks import Chunk
+from deepstow.strategies.engine.memory.pieces import Chunk
 from deepstow.strategies.engine.updating.moments import Moments
 from tests.helpers.engine import adamw
 from tests.helpers.layouts import bucket, layout

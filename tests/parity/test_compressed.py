@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Compression
 from deepstow.strategies.plugins.compressed import Compressed
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world

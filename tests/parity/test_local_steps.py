@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Compression
 from deepstow.strategies.plugins.local_steps import LocalSteps
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks

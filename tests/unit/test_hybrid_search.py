@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deepstow.strategies.core.compose import compose
-from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import (
+    Compression,
     Facts,
     MachineFacts,
     Operator,

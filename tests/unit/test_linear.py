@@ -9,9 +9,18 @@ from torch import nn
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.protocol import BITWISE
 from deepstow.strategies.core.registry import find
-from deepstow.strategies.engine.forward import fastest_routes, routed_linear
-from deepstow.strategies.engine.forward.fastest_routes import Shape, fastest, measured
-from deepstow.strategies.engine.forward.routed_linear import FLIP, LEFT, NATIVE, ROUTES, Routes, layers_of
+from deepstow.strategies.engine.forward import routed_linear
+from deepstow.strategies.engine.forward.routed_linear import (
+    FLIP,
+    LEFT,
+    NATIVE,
+    ROUTES,
+    Routes,
+    Shape,
+    fastest,
+    layers_of,
+    measured,
+)
 from deepstow.strategies.report import plan_table
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
@@ -72,12 +81,12 @@ SMALL = {f"{gemm}_native": 1e-5 for gemm in Routes._fields}
     ],
 )
 def test_fastest(seconds: dict[str, float], expected: Routes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastest_routes, "_seconds", timed(**seconds))
+    monkeypatch.setattr(routed_linear, "_seconds", timed(**seconds))
     assert fastest(SHAPE, CPU) == expected
 
 
 def test_weights_that_are_not_trained_have_no_gradient_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastest_routes, "_seconds", timed(wgrad_left=1.0))
+    monkeypatch.setattr(routed_linear, "_seconds", timed(wgrad_left=1.0))
     assert fastest(SHAPE._replace(trains=False), CPU) == Routes()
 
 
@@ -87,16 +96,16 @@ def test_real_products_are_timed_over_every_route_with_the_right_result(
 ) -> None:
     shape = Shape(3, 5, 7, stored, torch.float32, trains=True)
     for gemm in Routes._fields:
-        assert fastest_routes._seconds(gemm, shape, CPU).keys() == set(ROUTES)
+        assert routed_linear._seconds(gemm, shape, CPU).keys() == set(ROUTES)
     right = routed_linear.product
 
     def wrong(gemm: str, route: str, *operands: Any) -> Any:
         return right(gemm, route, *operands) * (1.01 if (gemm, route) == ("dgrad", FLIP) else 1.0)
 
-    monkeypatch.setattr(fastest_routes, "product", wrong)
-    assert fastest_routes._seconds("dgrad", shape, CPU).keys() == set(ROUTES) - {FLIP}
-    monkeypatch.setattr(fastest_routes, "product", lambda *given: right(*given) * torch.nan)
-    assert fastest_routes._seconds("dgrad", shape, CPU).keys() == {NATIVE}
+    monkeypatch.setattr(routed_linear, "product", wrong)
+    assert routed_linear._seconds("dgrad", shape, CPU).keys() == set(ROUTES) - {FLIP}
+    monkeypatch.setattr(routed_linear, "product", lambda *given: right(*given) * torch.nan)
+    assert routed_linear._seconds("dgrad", shape, CPU).keys() == {NATIVE}
 
 
 def test_random_numbers_go_on_as_if_nothing_was_measured() -> None:
@@ -115,15 +124,15 @@ def test_what_cannot_be_measured_or_is_not_reached_stays_native(monkeypatch: pyt
             raise RuntimeError("out of memory")
         return Routes(FLIP)
 
-    monkeypatch.setattr(fastest_routes, "fastest", no_memory)
+    monkeypatch.setattr(routed_linear, "fastest", no_memory)
     assert measured(layers, run_facts()) == {"small": Routes(FLIP)} and seen == [8, 2], "the most work first"
-    monkeypatch.setattr(fastest_routes, "BUDGET_S", 0.0)
+    monkeypatch.setattr(routed_linear, "BUDGET_S", 0.0)
     assert measured(layers, run_facts()) == {}
 
 
 def decided(ranks: Ranks) -> list[dict[str, list[str]]]:
     """By each rank, which has a layer of its own and one that all have, and measures other routes for it."""
-    fastest_routes.fastest = lambda shape, device: Routes(ROUTES[1 + ranks.rank])
+    routed_linear.fastest = lambda shape, device: Routes(ROUTES[1 + ranks.rank])
     layers = {"all": nn.Linear(2, 2), f"of {ranks.rank}": nn.Linear(3 + ranks.rank, 2)}
     mine = {path: list(routes) for path, routes in measured(layers, run_facts()).items()}
     everyones: list[Any] = [None] * ranks.world_size

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from deepstow.strategies.core.compose import compose, in_order
-from deepstow.strategies.core.compression import Compression
 from deepstow.strategies.core.facts import (
     NO_WORK,
     Choices,
+    Compression,
     Facts,
     Operator,
     Param,

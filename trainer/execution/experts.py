@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepstow.strategies.parallel import expert_zero
-from deepstow.strategies.parallel.expert_parts import ExpertParts
+from deepstow.strategies.parallel.expert_parts import ExpertParts, divide_groups
 from deepstow.trainer.execution.base import Around, Execution, Place
 
 
@@ -24,7 +23,7 @@ class Experts(Around):
     def follow(self, optimizer: Any, model: Any) -> None:
         self.inner.follow(optimizer, model)
         if self.experts.is_in_zero:
-            expert_zero.divide_groups(optimizer)
+            divide_groups(optimizer)
 
     def backward(self, loss: Tensor, accelerator: Any, backward: Callable[..., None], **options: Any) -> None:
         """DistributedDataParallel leaves gradients of experts out; they are completed after a step's last backward."""

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.engine.memory.checksums import Checksums
-from deepstow.strategies.engine.memory.scratch_file import DiskError
+from deepstow.strategies.engine.memory.scratch_file import Checksums, DiskError
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.model import parts
 from deepstow.trainer.model.build import tensors_of

@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepstow.strategies.core.compose import degrees as degrees_of
-from deepstow.strategies.core.compression import Compression
-from deepstow.strategies.core.facts import EXPERT, Facts, Param, Rates, UnitKind
+from deepstow.strategies.core.facts import EXPERT, Compression, Facts, Param, Rates, UnitKind
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import Axis, HasBudget, Refusal
 from deepstow.strategies.core.sizes import human

@@ -28,8 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +40,38 @@ from deepstow.strategies.core.formats import FORMATS, HOST_CHUNK
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy
 from deepstow.strategies.core.plan import Tier
 from deepstow.strategies.engine.buckets.gradient_state import GradientState
-from deepstow.strategies.engine.buckets.jobs import Job
-from deepstow.strategies.engine.buckets.pieces import Piece, pieces_of
 from deepstow.strategies.engine.codecs import STATE, EncodedWeights, once_encoded
 from deepstow.strategies.engine.memory.arena import Arena
-from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
+from deepstow.strategies.engine.memory.pieces import Piece, Stretch, in_memory, pieces_of
 from deepstow.strategies.engine.tensors.loans import HandedOut
 from deepstow.strategies.engine.tensors.nested import same_bits
 from deepstow.strategies.engine.tensors.parameter_views import ParameterViews
 from deepstow.strategies.engine.tensors.parameters import put
 from deepstow.strategies.engine.transfer.transfer import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The factor on every gradient of a step, and whether the step is to be skipped."""
+
+    factor: Tensor | None  # one fp32 number on the device; None: there is nothing to multiply
+    bad: Tensor  # the same; 1.0: a gradient is not finite
+    on_host: Tensor  # both for the worker, once ``known`` has passed
+    known: Event
+
+    @property
+    def skips(self) -> bool:
+        """Whether the step is to be skipped. Only valid after ``known`` has passed; reads host memory."""
+        return bool(self.on_host.numpy()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An update of the parameters of a bucket that have a gradient, which is multiplied by the scale first."""
+
+    touched: tuple[int, ...]
+    group: Mapping[str, Any]  # a copy of their parameter group
+    scale: Scale
 
 
 class Pending(Enum):
@@ -426,3 +450,13 @@ def find_overlapping(buckets: list[BucketState], arena: Arena) -> None:
         bucket.overlapping = [
             other for other in buckets if other is not bucket and spots[bucket.name].overlaps(spots[other.name])
         ]
+
+
+class BucketOf(dict[int, tuple[BucketState, int]]):
+    """The bucket of each parameter, by the parameter's id, and its index in the bucket."""
+
+    def __missing__(self, param: int) -> tuple[BucketState, int]:
+        raise RuntimeError(
+            "a parameter of this model is not the one that was stowed: model.to(), to_empty() or an assignment has "
+            "put another in its place; close() the optimizer before such changes"
+        )

@@ -31,7 +31,7 @@ from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.layout import Item, Layout, aligned
 from deepstow.strategies.core.on_disk import pieces_on_disk, state_file_bytes
 from deepstow.strategies.engine.memory.arena import Arena
-from deepstow.strategies.engine.memory.stretches import Stretch
+from deepstow.strategies.engine.memory.pieces import Stretch
 from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.strategies.engine.slots import FirstError, WindowSlot
 

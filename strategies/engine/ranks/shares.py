@@ -54,9 +54,9 @@ from torch import Tensor, nn
 
 from deepstow.strategies.core.layout import Bucket, Item, Layout, Site, common_bytes, read_by_all
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
-from deepstow.strategies.engine.buckets.pieces import pieces_of
 from deepstow.strategies.engine.memory.arena import Arena
 from deepstow.strategies.engine.memory.common_host import CommonHost
+from deepstow.strategies.engine.memory.pieces import pieces_of
 from deepstow.strategies.engine.ranks.replicas import OneRank, Place, Replicas
 from deepstow.strategies.engine.ranks.two_level import TwoLevel
 from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer

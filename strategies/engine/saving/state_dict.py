@@ -22,12 +22,11 @@ from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.engine import Engine
 from deepstow.strategies.engine.keeper import Keeper, lent_value
 from deepstow.strategies.engine.memory.arena import alone
-from deepstow.strategies.engine.memory.stretches import AtHand
+from deepstow.strategies.engine.memory.pieces import AtHand, Chunk
 from deepstow.strategies.engine.tensors.loans import LentParameter
 from deepstow.strategies.engine.tensors.nested import same_bits
 from deepstow.strategies.engine.tensors.parameters import RAW_DATA, Copied
 from deepstow.strategies.engine.transfer.transfer import Stream
-from deepstow.strategies.engine.updating.chunks import Chunk
 
 SWAPPED = (
     "torch.__future__.set_swap_module_params_on_conversion(True) makes load_state_dict replace what a plan has given "

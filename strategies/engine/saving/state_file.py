@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepstow.strategies.core.sizes import human
-from deepstow.strategies.engine.memory.stretches import AtHand
+from deepstow.strategies.engine.memory.pieces import AtHand
 from deepstow.strategies.engine.saving.state_dict import StateAccess
 from deepstow.strategies.state import commit, saved_state
 from deepstow.strategies.state.blocks import Columns

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from deepstow.strategies.core.layout import Layout
-from deepstow.strategies.engine.buckets.bucket_state import BucketState
-from deepstow.strategies.engine.buckets.jobs import Scale
+from deepstow.strategies.engine.buckets.bucket_state import BucketState, Scale
 from deepstow.strategies.engine.tensors.torch_functions import writes_to
 from deepstow.strategies.engine.transfer.transfer import Event, Transfer
 from deepstow.strategies.engine.updating.gradients import Gradients

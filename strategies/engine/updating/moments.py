@@ -20,7 +20,7 @@ from deepstow.strategies.core.layout import Item, Layout
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.codecs import MASTERS, STATE
 from deepstow.strategies.engine.memory.arena import Arena
-from deepstow.strategies.engine.updating.chunks import Chunk
+from deepstow.strategies.engine.memory.pieces import Chunk
 
 
 class Moments:

@@ -33,7 +33,7 @@ at multiples of a vector from the start of the parameter, and the last chunk end
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,18 +41,44 @@ from torch import Tensor
 
 from deepstow.strategies.core.formats import HOST_CHUNK
 from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Site
-from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
-from deepstow.strategies.engine.buckets.jobs import Job, Scale
-from deepstow.strategies.engine.memory.stretches import Stretch, in_memory
+from deepstow.strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
+from deepstow.strategies.engine.memory.pieces import Chunk, Stretch, chunks_of, in_memory
 from deepstow.strategies.engine.ranks.replicas import OneRank
 from deepstow.strategies.engine.residency import Residency
 from deepstow.strategies.engine.slots import Ring
 from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
 from deepstow.strategies.engine.transfer.worker import Worker
-from deepstow.strategies.engine.updating.chunks import Chunk, chunks_of
-from deepstow.strategies.engine.updating.gradient_slots import GradientSlots
 from deepstow.strategies.engine.updating.moments import Moments
 from deepstow.strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
+
+
+class GradientSlots:
+    """Slots on the device through which the gradients of several buckets pass. Backward writes them (COMPUTE), and so
+    does an update on the device whose gradient has waited on the host (UP). ``settle`` finishes an update that has
+    begun.
+    """
+
+    def __init__(self, transfer: Transfer, settle: Callable[[BucketState], None]) -> None:
+        self._transfer = transfer
+        self._settle = settle
+        self._ring = Ring(self._left)
+
+    def last(self, bucket: BucketState) -> BucketState | None:
+        """Whose gradients the slot of ``bucket`` had last."""
+        assert bucket.grad is not None
+        return self._ring.last(bucket.grad)
+
+    def enter(self, bucket: BucketState, stream: Stream) -> None:
+        """Let ``stream`` write the slot of ``bucket``, which may have it still."""
+        assert bucket.grad is not None
+        if self.last(bucket) is not bucket:
+            self._transfer.wait(stream, *self._ring.take(bucket.grad, bucket))
+        self._transfer.wait(stream, bucket.grads.sent)
+
+    def _left(self, former: BucketState) -> Iterable[Event | None]:
+        if former.pending is Pending.VISITING:
+            self._settle(former)
+        return former.grads.sent, former.used
 
 
 class Updates:
@@ -249,7 +275,7 @@ class Updates:
         if self.moments is not None:
             limit = min(limit, self.moments.chunk)
         assert stretch.master is not None
-        calls = list(chunks_of(bucket, job.touched, limit, stretch))
+        calls = list(chunks_of(bucket.pieces_in(job.touched), limit, stretch))
         operands = (self._operands(bucket, call, grad, stretch, scratch, counts) for call in calls)
         if self.moments is None and not bucket.zeros_stay:
             self._rule.update_all(list(operands), job.group, factor, bad)

@@ -13,8 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from deepstow.strategies.core.compression import Compression
-from deepstow.strategies.core.facts import Facts, Unit, UnitKind
+from deepstow.strategies.core.facts import Compression, Facts, Unit, UnitKind
 from deepstow.strategies.planner.cuts import Schedule, cut
 
 

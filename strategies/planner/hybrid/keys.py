@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any
 
 from deepstow.strategies.core.compose import refusals
-from deepstow.strategies.core.compression import Compression
-from deepstow.strategies.core.facts import Facts, RunFacts
+from deepstow.strategies.core.facts import Compression, Facts, RunFacts
 from deepstow.strategies.core.protocol import Refusal, Strategy
 from deepstow.strategies.core.registry import available, find
 from deepstow.strategies.planner.hybrid.degrees import Degrees, Size, Stowed

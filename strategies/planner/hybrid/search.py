@@ -14,7 +14,7 @@ from functools import partial
 from itertools import combinations, islice
 from math import inf
 
-from deepstow.strategies.core.compression import Compression
+from deepstow.strategies.core.facts import Compression
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.strategies.core.sizes import SHARE
 from deepstow.strategies.planner.budget import device_budget
