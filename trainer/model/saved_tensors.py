@@ -37,11 +37,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from deepstow.trainer.model.folder import INDEX, INDEX_OF_TENSORS, TENSORS, WHOLE
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PIECE_BYTES = 32 << 20  # of experts that are converted together
 
 
@@ -167,7 +167,7 @@ def rows_in_files(name_or_path: str) -> dict[str, Callable[[slice], Tensor]]:
         return {source.key: source.rows for source in _sources(name_or_path)}
     except NotInParts:
         tensors: dict[str, Any] = {}
-        for path in _files(name_or_path, *PICKLED):
+        for path in _files(name_or_path, TENSORS, INDEX_OF_TENSORS):
             with suppress(RuntimeError):  # torch's oldest format, which cannot be read in parts
                 tensors |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return {key: value.__getitem__ for key, value in tensors.items()}
