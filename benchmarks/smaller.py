@@ -33,7 +33,7 @@ import transformers
 
 from deepstow.strategies.state.sealed import read
 from deepstow.trainer.planning import picture
-from deepstow.trainer.run.earlier import FURTHER
+from deepstow.trainer.run.checkpoints.earlier import FURTHER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ from deepstow.launch import cli
 from deepstow.trainer.errors import ConfigError, ExitCode, UserError, nearest_file, report, write_line
 
 if TYPE_CHECKING:
-    from deepstow.trainer.run.talk import Talk
+    from deepstow.trainer.run.exporting.talk import Talk
 
 NO_TEMPLATE = "no chat template: what you type is continued as it is, each time anew; see: deepstow docs use"
 HOW = "/new begins again, Ctrl-C ends an answer, Ctrl-D ends"
@@ -62,7 +62,7 @@ def chat(given: argparse.Namespace) -> int:
     """Load the model and answer. Returns the exit code."""
     if not given.model.exists():  # said before torch is there
         raise ConfigError(f"{given.model}: there is no such folder{nearest_file(given.model)}")
-    from deepstow.trainer.run import talk
+    from deepstow.trainer.run.exporting import talk
 
     place = talk.place_of(given.model)
     talk.model_in(place)

@@ -51,7 +51,7 @@ def of_checkpoint(folder: Path) -> int:
     """Compare a checkpoint with its manifest and print the result; returns the exit code."""
     from deepstow.strategies.core.sizes import human
     from deepstow.strategies.state import sealed
-    from deepstow.trainer.run import checkpoint
+    from deepstow.trainer.run.checkpoints import checkpoint
 
     try:
         seal, about = checkpoint.read(folder)

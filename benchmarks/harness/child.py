@@ -39,7 +39,7 @@ from deepstow.trainer.distributed.ranks import from_environment, process_group
 from deepstow.trainer.machine.probe import cores, others_cpu_s, probe, status_bytes
 from deepstow.trainer.machine.profiles import known_rates, one_line
 from deepstow.trainer.machine.repeated_sums import repeated_sums
-from deepstow.trainer.run.plan_check import count_saved
+from deepstow.trainer.run.callbacks.plan_check import count_saved
 
 NUM_BATCHES = 2  # optimizer steps before the tokens repeat: the loss then falls, and a wrong update shows in it
 NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix differ

@@ -69,7 +69,7 @@ class Watcher(transformers.TrainerCallback):  # type: ignore[misc]
 
 def waits(folder: Path, how: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Wait]:
     monkeypatch.setattr("transformers.trainer.DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS, Watcher])
-    monkeypatch.setattr("deepstow.trainer.run.plan_check.LAST", TIMED)
+    monkeypatch.setattr("deepstow.trainer.run.callbacks.plan_check.LAST", TIMED)
     Watcher.found = []
     assert run(folder, **how, max_steps=TIMED + 1 + STEPS, logging_steps=TIMED + 2, save_strategy="no") == 0
     return Watcher.found

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deepstow.launch.train import main
-from deepstow.trainer.run import export
+from deepstow.trainer.run.exporting import export
 
 seal, held = export.seal, Path(os.environ["HELD"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepstow.strategies.state.sealed import damage, read
-from deepstow.trainer.run import finished
+from deepstow.trainer.run.checkpoints import finished
 from tests.e2e.commands import Result, Server, digest, write_config
 from tests.helpers.hub import LOST, TOKEN, Hub
 from tests.helpers.small_runs import make_rows_and_model

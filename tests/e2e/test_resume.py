@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.trainer.run.checkpoint import read
+from deepstow.trainer.run.checkpoints.checkpoint import read
 from tests.e2e.commands import MODEL, Server, digest, metrics
 from tests.e2e.interrupted import config_in, start, until
 from tests.helpers.releases import HIGHEST_STAGE, needs

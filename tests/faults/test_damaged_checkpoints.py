@@ -22,7 +22,7 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.config.yaml_file import shown
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run import checkpoint, finished, resuming
+from deepstow.trainer.run.checkpoints import checkpoint, finished, resuming
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64, **TINY}

@@ -14,7 +14,8 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop, Stopped
 from deepstow.trainer.errors import ExitCode
-from deepstow.trainer.run import building, checkpoint, finished
+from deepstow.trainer.run import building
+from deepstow.trainer.run.checkpoints import checkpoint, finished
 from deepstow.trainer.run.session import run
 from deepstow.trainer.run.trainer import Trainer
 from tests.e2e.commands import digest, metrics, write_config

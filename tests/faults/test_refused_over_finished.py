@@ -13,8 +13,9 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop, Stopped
 from deepstow.trainer.errors import ConfigError, DataError, ExitCode, UserError
-from deepstow.trainer.run import building, checkpoint, data, training_state
+from deepstow.trainer.run import building, data
 from deepstow.trainer.run import session as runs
+from deepstow.trainer.run.checkpoints import checkpoint, training_state
 from deepstow.trainer.run.checks import CHECKS, Before
 from deepstow.trainer.run.session import run
 from deepstow.trainer.run.trainer import Trainer

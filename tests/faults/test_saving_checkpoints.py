@@ -1,6 +1,6 @@
 """A process that ends at any file operation of a save, with or without what it has not synced: a good one is left.
 
-The files are small and the protocol is the real one (``trainer/run/saving.py``). Nothing is trained here.
+The files are small and the protocol is the real one (``trainer/run/checkpoints/saving.py``). Nothing is trained here.
 """
 
 import os
@@ -15,8 +15,8 @@ import torch.distributed
 
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
-from deepstow.trainer.run import checkpoint, saving
-from deepstow.trainer.run.checkpoint import Manifest, complete, to_resume, verified
+from deepstow.trainer.run.checkpoints import checkpoint, saving
+from deepstow.trainer.run.checkpoints.checkpoint import Manifest, complete, to_resume, verified
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import LLAMA, run_config
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deepstow.strategies.state.sealed import digest_of, seal
-from deepstow.trainer.run.checkpoint import KIND, About, DataFacts, Manifest, ModelFacts
+from deepstow.trainer.run.checkpoints.checkpoint import KIND, About, DataFacts, Manifest, ModelFacts
 from tests.helpers.tiny import LLAMA, run_config
 
 CONTENT: Mapping[str, bytes] = {"model.safetensors": b"weights", "inner/optimizer.pt": b"moments", "empty": b""}

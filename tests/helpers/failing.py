@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from deepstow.trainer.errors import MEANINGS, ExitCode
-from deepstow.trainer.run.checkpoint import complete
+from deepstow.trainer.run.checkpoints.checkpoint import complete
 from tests.e2e.commands import Result, Server, digest, metrics, write_config, write_jsonl
 
 ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT)

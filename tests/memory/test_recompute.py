@@ -18,7 +18,7 @@ from deepstow.strategies.engine.forward.checkpointing import checkpointed, room_
 from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.model.counting import flop_formulas
 from deepstow.trainer.planning.plan_for import plan_for
-from deepstow.trainer.run.plan_check import count_saved
+from deepstow.trainer.run.callbacks.plan_check import count_saved
 from tests.helpers.models import causal, padded
 from tests.memory.test_temporaries import MODELS
 

@@ -25,7 +25,7 @@ from deepstow.trainer.errors import CountingError
 from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.run.building import options
-from deepstow.trainer.run.plan_check import count_saved
+from deepstow.trainer.run.callbacks.plan_check import count_saved
 from tests.helpers.doubles import RaceDetector, Vacant
 from tests.helpers.engine import LAYOUTS, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Net, build, tokens

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deepstow.trainer.distributed.ranks import Ranks
-from deepstow.trainer.run import checkpoint, resuming
+from deepstow.trainer.run.checkpoints import checkpoint, resuming
 from tests.helpers import moves
 from tests.helpers.moves import Job, Kind, different, far, forget_run, in_turn
 from tests.helpers.worlds import run_counted

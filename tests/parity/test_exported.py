@@ -17,9 +17,9 @@ from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
 from deepstow.trainer.recipes.export import graph
 from deepstow.trainer.recipes.export.exporter import EXPORTERS
-from deepstow.trainer.run import results
 from deepstow.trainer.run import session as runs
-from deepstow.trainer.run.export import ExportError, after
+from deepstow.trainer.run.exporting import results
+from deepstow.trainer.run.exporting.export import ExportError, after
 from tests.helpers.tiny import LLAMA, VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.run import building
-from deepstow.trainer.run.export import export
+from deepstow.trainer.run.exporting.export import export
 from deepstow.trainer.verify.verify import _tokenizer
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import differences, plain, stowed

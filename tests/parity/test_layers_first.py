@@ -37,7 +37,7 @@ from deepstow.trainer.machine.block_timing import SPANS
 from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.run import building
 from deepstow.trainer.run import session as runs
-from deepstow.trainer.run.plan_check import PlanCheck
+from deepstow.trainer.run.callbacks.plan_check import PlanCheck
 from deepstow.trainer.run.stowed_trainer import stowed as stowed_trainer
 from tests.helpers import small_runs
 from tests.helpers.doubles import Delayed

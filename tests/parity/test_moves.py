@@ -263,7 +263,7 @@ def _replaced(ranks: Ranks, config: Any, mark: str) -> dict[str, Any]:
     import pickle
 
     from deepstow.trainer.errors import ConfigError
-    from deepstow.trainer.run import training_state
+    from deepstow.trainer.run.checkpoints import training_state
 
     trainer = made(ranks, config)
     trainer.train()

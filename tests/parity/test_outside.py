@@ -22,7 +22,7 @@ from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning.from_config import check_options
 from deepstow.trainer.run import session as runs
-from deepstow.trainer.run.user_callbacks import UserCallbacks
+from deepstow.trainer.run.callbacks.user_callbacks import UserCallbacks
 from deepstow.trainer.tasks.task import TASKS
 from tests.e2e.commands import write_jsonl
 from tests.helpers.tiny import LLAMA

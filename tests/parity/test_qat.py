@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from deepstow.strategies.state.sealed import read
-from deepstow.trainer.run import results
+from deepstow.trainer.run.exporting import results
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, both_sides, train, unequal

@@ -24,7 +24,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.model.adapters import OURS
 from deepstow.trainer.run import building
-from deepstow.trainer.run.export import export
+from deepstow.trainer.run.exporting.export import export
 from deepstow.trainer.run.session import Session
 from deepstow.trainer.run.stowed_trainer import stowed
 from deepstow.trainer.verify.verify import _tokenizer, run_on

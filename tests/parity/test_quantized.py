@@ -19,9 +19,9 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.planning import from_config
-from deepstow.trainer.run import results
 from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.data import read_data
+from deepstow.trainer.run.exporting import results
 from tests.e2e.commands import write_jsonl
 from tests.helpers.sides import unequal
 

@@ -22,7 +22,7 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.run import inputs
 from deepstow.trainer.run import session as runs
-from deepstow.trainer.run.checkpoint import KIND
+from deepstow.trainer.run.checkpoints.checkpoint import KIND
 from deepstow.trainer.run.data import read_data
 from tests.e2e.commands import write_jsonl
 from tests.e2e.test_exports import with_its_own_code

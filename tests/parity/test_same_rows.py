@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deepstow.trainer.run import checkpoint, resuming
+from deepstow.trainer.run.checkpoints import checkpoint, resuming
 from tests.helpers.moves import (
     OFFLOAD,
     SAVED,

@@ -19,7 +19,7 @@ from deepstow.trainer.data import pydoc_rows
 from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
-from deepstow.trainer.run import checkpoint
+from deepstow.trainer.run.checkpoints import checkpoint
 from deepstow.trainer.run.session import run
 from tests.e2e.commands import metrics, write_jsonl
 from tests.helpers.releases import needs_embedding, needs_modules
@@ -445,7 +445,7 @@ def test_a_stream_goes_on_where_a_shorter_run_has_ended(trained_on: Any, tmp_pat
 
 
 def test_a_checkpoint_knows_the_rows_that_trl_has_left(bases: Path, tmp_path: Path) -> None:
-    """What a resume on other ranks divides (``trainer/run/same_rows.py``)."""
+    """What a resume on other ranks divides (``trainer/run/checkpoints/same_rows.py``)."""
     rows = [{"chosen": "def", "rejected": "class " * (LENGTH if number == 5 else 1)} for number in range(12)]
     tree = {
         "task": "reward",

@@ -23,8 +23,8 @@ from deepstow.strategies.planner.cuts import Schedule
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.run import building
-from deepstow.trainer.run.export import export
-from deepstow.trainer.run.plan_check import count_saved
+from deepstow.trainer.run.callbacks.plan_check import count_saved
+from deepstow.trainer.run.exporting.export import export
 from deepstow.trainer.verify.verify import compare, full_weights
 from tests.helpers.moves import UNEVEN, Kind, forget_run, made, made_run
 from tests.helpers.releases import needs_to_return

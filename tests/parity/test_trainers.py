@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from deepstow.trainer.run import training_state
+from deepstow.trainer.run.checkpoints import training_state
 from deepstow.trainer.run.stowed_trainer import stowed
 from tests.helpers.trainers import ON_POLICY, ROWS, TRAINERS, arguments, llama, stock, trained, unlike
 

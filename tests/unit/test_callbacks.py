@@ -15,8 +15,8 @@ from transformers import BatchEncoding, EvalPrediction, MptConfig, TrainerContro
 from deepstow.strategies.core.sizes import human_duration, human_number
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run import callbacks
-from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
+from deepstow.trainer.run.callbacks import reports
+from deepstow.trainer.run.callbacks.reports import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
 from deepstow.trainer.tasks.task import mean_over_tokens
 
 RECORD = {
@@ -71,7 +71,7 @@ def test_numbers_for_people() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that pass only when told to."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr(reports.time, "perf_counter", lambda: clock.now_s)
     return clock
 
 
@@ -124,7 +124,7 @@ def test_meter_adds_perplexity_and_leaves_the_unknown_out() -> None:
 
 def test_the_file_of_metrics_is_one_history_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run/metrics.jsonl"
-    monkeypatch.setattr(callbacks.time, "time", lambda: 12.3456)
+    monkeypatch.setattr(reports.time, "time", lambda: 12.3456)
     file = MetricsFile(path)
     path.parent.mkdir()
     path.write_text('{"step": 5}\nnonsense\n[1]\n')
@@ -200,7 +200,7 @@ def test_sample_runs_on_every_rank_and_is_shown_by_one(
         called.append(1)
         return " a time\n\nThe end.\n"
 
-    monkeypatch.setattr(callbacks, "continuation", continuation)
+    monkeypatch.setattr(reports, "continuation", continuation)
     sample = SampleText("Once upon")
     fire(sample, "on_train_end", state(9, rank_zero=False), model=None, processing_class=None)
     assert capsys.readouterr().out == ""
@@ -213,7 +213,7 @@ def test_sample_runs_on_every_rank_and_is_shown_by_one(
 
 def test_asked_prompts_of_a_chat_are_the_user_s_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(callbacks, "continuation", lambda model, words, prompt: asked.append(prompt) or "")
+    monkeypatch.setattr(reports, "continuation", lambda model, words, prompt: asked.append(prompt) or "")
 
     class Words:
         chat_template = "x"
@@ -268,11 +268,11 @@ def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> No
             return torch.cat([input_ids, torch.tensor([[7, 8]])], dim=1)
 
     model = Model()
-    assert callbacks.continuation(model, Tokenizer(), "prompt") == "7 8"
+    assert reports.continuation(model, Tokenizer(), "prompt") == "7 8"
     assert model.training
     model.config = MptConfig(max_seq_len=1)
     with pytest.raises(ValueError, match="the prompt has 2 tokens, and the model 1 positions"):
-        callbacks.continuation(model, Tokenizer(), "prompt")
+        reports.continuation(model, Tokenizer(), "prompt")
 
 
 def test_early_stopping_names_the_metrics_that_there_are() -> None:

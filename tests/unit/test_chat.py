@@ -19,7 +19,7 @@ from deepstow.trainer.data import bounds
 from deepstow.trainer.data.tokenizer import trained
 from deepstow.trainer.errors import ConfigError, printable_lines
 from deepstow.trainer.machine.probe import Memory
-from deepstow.trainer.run import talk
+from deepstow.trainer.run.exporting import talk
 
 TEXTS = ["a list holds items in order", "what is a list and what is it for"] * 20
 SIZES: dict[str, Any] = {

@@ -9,8 +9,16 @@ import pytest
 from deepstow.strategies.state import commit
 from deepstow.strategies.state.sealed import MANIFEST, Damaged, read, seal
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run import checkpoint
-from deepstow.trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, delete_old, verified
+from deepstow.trainer.run.checkpoints import checkpoint
+from deepstow.trainer.run.checkpoints.checkpoint import (
+    DELETED,
+    FORMER_MARK,
+    WRITING,
+    clear,
+    complete,
+    delete_old,
+    verified,
+)
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
 

@@ -13,8 +13,8 @@ from deepstow.trainer.data.collate import Collator
 from deepstow.trainer.model import build
 from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning.facts import count_model
+from deepstow.trainer.run.callbacks.plan_check import count_saved
 from deepstow.trainer.run.collated import collated
-from deepstow.trainer.run.plan_check import count_saved
 from deepstow.trainer.tasks.task import TASKS
 from tests.helpers.tiny import QWEN3, VOCAB, run_config
 

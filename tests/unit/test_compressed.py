@@ -16,7 +16,7 @@ from deepstow.strategies.planner.lossy import kept_bytes, reserves, sent_bytes, 
 from deepstow.strategies.plugins.codec_int8 import BLOCK, decoded, encoded
 from deepstow.strategies.report import plan_table
 from deepstow.trainer.errors import ExitCode
-from deepstow.trainer.run.export import _exactness
+from deepstow.trainer.run.exporting.export import _exactness
 from tests.helpers.fakes import block, embedding, facts, refusals_of, run_facts
 from tests.unit.test_rates import some_rates
 

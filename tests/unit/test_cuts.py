@@ -16,7 +16,7 @@ from deepstow.strategies.core.protocol import Refusal, Requirement, Strategy
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.planner.cuts import Schedule, cut, work
 from deepstow.strategies.report.plan_table import grid_table
-from deepstow.trainer.run.saving import estimated_bytes
+from deepstow.trainer.run.checkpoints.saving import estimated_bytes
 from tests.helpers.fakes import block, facts, refusals_of
 
 

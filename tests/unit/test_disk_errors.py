@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from deepstow.trainer.run import disk
+from deepstow.trainer.run.checkpoints import disk
 from tests.helpers.tiny import LLAMA, run_config
 
 

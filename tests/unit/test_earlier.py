@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deepstow.strategies.state.sealed import MANIFEST, seal, size_and_hash
-from deepstow.trainer.run import checkpoint, earlier, finished
-from deepstow.trainer.run.checkpoint import complete, verified
+from deepstow.trainer.run.checkpoints import checkpoint, earlier, finished
+from deepstow.trainer.run.checkpoints.checkpoint import complete, verified
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
 

@@ -14,7 +14,7 @@ from deepstow.strategies.plugins.codec_rows import BLOCK, Codec
 from deepstow.strategies.plugins.exchanged import among_zeros, chosen, of_tokens
 from deepstow.strategies.report import plan_table
 from deepstow.strategies.tensor import Tensor as Strategy
-from deepstow.trainer.run.resume_rules import compare
+from deepstow.trainer.run.checkpoints.resume_rules import compare
 from tests.helpers.fakes import block, facts, run_facts
 from tests.unit.test_rates import some_rates
 

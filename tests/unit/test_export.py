@@ -23,10 +23,10 @@ from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ExitCode
 from deepstow.trainer.execution.base import Execution
 from deepstow.trainer.model.build import build, load_config
-from deepstow.trainer.run import export as export_module
 from deepstow.trainer.run import session as runs
-from deepstow.trainer.run.export import ExportError, export, model_card
-from deepstow.trainer.run.nonfinite import NonFinite
+from deepstow.trainer.run.callbacks.nonfinite import NonFinite
+from deepstow.trainer.run.exporting import export as export_module
+from deepstow.trainer.run.exporting.export import ExportError, export, model_card
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.verify.verify import _tokenizer, random_run
 from tests.helpers import small_runs

@@ -14,8 +14,8 @@ from deepstow.trainer.data.packing import MASKED
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run import metrics
-from deepstow.trainer.run.callbacks import eval_lines
+from deepstow.trainer.run.callbacks import metrics
+from deepstow.trainer.run.callbacks.reports import eval_lines
 from deepstow.trainer.run.checks import Before, check
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, VOCAB, run_config

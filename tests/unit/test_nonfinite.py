@@ -32,7 +32,7 @@ ALONE = {"collectives": {"local_steps": 2}}
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
     """Train until something is not finite from step ``bad_from`` on; what was said, and what is left."""
-    from deepstow.trainer.run.nonfinite import NonFinite
+    from deepstow.trainer.run.callbacks.nonfinite import NonFinite
 
     trainer = made(ranks, config, UNEVEN)
 
@@ -120,7 +120,7 @@ def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
 
 def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
     """The scaler has skipped the update, and has halved its scale since."""
-    from deepstow.trainer.run.nonfinite import NonFinite, StopNonFinite
+    from deepstow.trainer.run.callbacks.nonfinite import NonFinite, StopNonFinite
 
     for scale, stowed, skipped in product((32768.0, 1.0, 0.5), (None, "the engine"), (True, False)):
         scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)

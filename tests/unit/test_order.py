@@ -18,10 +18,12 @@ from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError, ExitCode
 from deepstow.trainer.planning.from_config import WRITTEN
-from deepstow.trainer.run import building, data, inputs, lock, results, resuming, session, upload
+from deepstow.trainer.run import building, data, inputs, lock, session
 from deepstow.trainer.run.begin import Begin
 from deepstow.trainer.run.building import apply_strategies
+from deepstow.trainer.run.checkpoints import resuming
 from deepstow.trainer.run.checks import CHECKS, Before
+from deepstow.trainer.run.exporting import results, upload
 from deepstow.trainer.run.trainer import Trainer
 from tests.helpers import small_runs
 from tests.helpers.tiny import BLOOM, LLAMA, OPT, VOCAB, run_config
@@ -169,7 +171,8 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any], str]]
     "MEETING callbacks": (lambda _: {"config": run_config(callbacks=["no:F"])}, {}, "training.callbacks = "),
     "LOCK folder": (lambda _: {"config": run_config(output_dir=__file__)}, {}, "is a file"),
     "LOCK hub": (
-        lambda _: {"config": run_config(push_to_hub=True)}, {"upload.unreachable": lambda: "dark"}, "be reached .dark"
+        lambda _: {"config": run_config(push_to_hub=True)}, {"exporting.upload.unreachable": lambda: "dark"},
+        "be reached .dark"
     ),
     "DATA model": (lambda _: {"config": run_config({**LLAMA, "hiden_size": 3})}, {}, "did you mean 'hidden_size'"),
     "DATA stages": (

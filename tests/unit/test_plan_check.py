@@ -15,8 +15,8 @@ from deepstow.strategies.core.layout import PAGE_BYTES
 from deepstow.strategies.core.plan import RUN, Plan, Stow, Tier
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.trainer.machine.block_timing import median_of
-from deepstow.trainer.run import plan_check
-from deepstow.trainer.run.plan_check import Comparison, PlanCheck
+from deepstow.trainer.run.callbacks import plan_check
+from deepstow.trainer.run.callbacks.plan_check import Comparison, PlanCheck
 from tests.helpers import layouts
 from tests.helpers.fakes import CPU, block, facts
 

@@ -14,7 +14,7 @@ from deepstow.trainer.errors import CountingError
 from deepstow.trainer.model import build as model_module
 from deepstow.trainer.model.params import decay_groups, list_params
 from deepstow.trainer.planning.plan_for import count_live, plan_for
-from deepstow.trainer.run.plan_check import count_saved
+from deepstow.trainer.run.callbacks.plan_check import count_saved
 from tests.helpers.engine import checkpointing
 from tests.helpers.marks import rarely
 from tests.helpers.models import build

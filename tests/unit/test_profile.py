@@ -10,7 +10,7 @@ import torch
 from deepstow.strategies.planner.simulate import TraceEvent
 from deepstow.strategies.planner.tasks import Resource
 from deepstow.trainer.distributed.ranks import Ranks
-from deepstow.trainer.run.profile import measured
+from deepstow.trainer.run.callbacks.profile import measured
 from tests.helpers.moves import Kind, made
 
 STRATEGIES = {

@@ -17,7 +17,7 @@ from deepstow.trainer.model.temporaries import count
 from deepstow.trainer.planning.facts import count_model
 from deepstow.trainer.planning.from_config import check_options, measure
 from deepstow.trainer.recipes.quantize import Quantize
-from deepstow.trainer.run.resume_rules import compare
+from deepstow.trainer.run.checkpoints.resume_rules import compare
 from tests.helpers.tiny import ENDS, GPT2, HEADS, LLAMA, run_config
 
 GROUP, WEIGHTS = 16, 4 * 32 * 32 - 2 * 16 * 32 + 3 * 32 * 64  # of the linear layers of a block

@@ -14,9 +14,9 @@ from deepstow.strategies.core.resume import CHANGES, on_resume
 from deepstow.trainer.config.check import inner_model
 from deepstow.trainer.config.load import load_tree
 from deepstow.trainer.config.sections import RunConfig
-from deepstow.trainer.run import resume_rules, resuming
-from deepstow.trainer.run.checkpoint import Found, Manifest
-from deepstow.trainer.run.resume_rules import Changes
+from deepstow.trainer.run.checkpoints import resume_rules, resuming
+from deepstow.trainer.run.checkpoints.checkpoint import Found, Manifest
+from deepstow.trainer.run.checkpoints.resume_rules import Changes
 from tests.helpers.checkpoints import about
 from tests.helpers.fakes import Fake
 from tests.helpers.tiny import LLAMA, run_config

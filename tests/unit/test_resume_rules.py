@@ -14,11 +14,11 @@ from deepstow.strategies.core.resume import CHANGES
 from deepstow.strategies.state.sealed import seal
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run import resume_rules, resuming
-from deepstow.trainer.run.callbacks import EarlyStopping
-from deepstow.trainer.run.checkpoint import KIND, Manifest
-from deepstow.trainer.run.resume_rules import compare, compare_contents, moved
-from deepstow.trainer.run.same_rows import Known
+from deepstow.trainer.run.callbacks.reports import EarlyStopping
+from deepstow.trainer.run.checkpoints import resume_rules, resuming
+from deepstow.trainer.run.checkpoints.checkpoint import KIND, Manifest
+from deepstow.trainer.run.checkpoints.resume_rules import compare, compare_contents, moved
+from deepstow.trainer.run.checkpoints.same_rows import Known
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 
@@ -366,7 +366,7 @@ def test_a_model_config_with_infinity_can_be_written() -> None:
     """Mamba has one."""
     from transformers import PretrainedConfig
 
-    from deepstow.trainer.run.checkpoint import plain_config
+    from deepstow.trainer.run.checkpoints.checkpoint import plain_config
 
     found = plain_config(PretrainedConfig(limit=[0.0, float("inf")], hidden_size=8))
     assert json.loads(json.dumps(found, allow_nan=False)) == found

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from deepstow.strategies.state.commit import same_modes
 from deepstow.trainer.distributed.ranks import LOOPBACK, Ranks, listening, loopback_interface
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run import saving
+from deepstow.trainer.run.checkpoints import saving
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -13,7 +13,7 @@ from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.execution.base import Execution
-from deepstow.trainer.run.checkpoint import WRITING, verified
+from deepstow.trainer.run.checkpoints.checkpoint import WRITING, verified
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
 from tests.helpers.worlds import run_counted
@@ -50,7 +50,7 @@ def train(trainer: Any, *at_step_end: Callable[[int], None], error: type[BaseExc
 
 def commits_after(wait: Callable[[], object]) -> None:
     """Every seal of this process waits first."""
-    from deepstow.trainer.run import saving
+    from deepstow.trainer.run.checkpoints import saving
 
     commit = saving.commit
 
@@ -92,7 +92,7 @@ def test_training_goes_on(tmp_path: Path) -> None:
 
 def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
     """What is left if Ctrl-C comes while the run waits for a seal."""
-    from deepstow.trainer.run import saving
+    from deepstow.trainer.run.checkpoints import saving
 
     together = saving.together
 
@@ -119,8 +119,8 @@ def looked_at(ranks: Ranks, config: RunConfig) -> tuple[list[bool], list[str]]:
     """
     from transformers import TrainerCallback
 
-    from deepstow.trainer.run import checkpoint
     from deepstow.trainer.run import trainer as trainer_file
+    from deepstow.trainer.run.checkpoints import checkpoint
 
     class Upload(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_best_evaluation_without_a_checkpoint(
     from transformers import TrainerState
 
     from deepstow.trainer.run import trainer as trainer_file
-    from deepstow.trainer.run.callbacks import of_best
+    from deepstow.trainer.run.callbacks.reports import of_best
 
     found: list[str] = []
     monkeypatch.setattr(trainer_file.checkpoint, "verified", lambda folder: None)

@@ -19,7 +19,7 @@ from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.probe import probe
 from deepstow.trainer.planning import facts
 from deepstow.trainer.planning.from_config import check_options, plan_of
-from deepstow.trainer.run.training_state import _stream_of
+from deepstow.trainer.run.checkpoints.training_state import _stream_of
 from tests.helpers.refused import lines_of
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, run_config

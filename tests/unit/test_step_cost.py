@@ -41,7 +41,7 @@ from deepstow.strategies.planner.step_cost import (
 from deepstow.strategies.planner.tasks import Resource, build_tasks
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report import full_report
-from deepstow.trainer.run.saving import estimated_bytes
+from deepstow.trainer.run.checkpoints.saving import estimated_bytes
 from tests.helpers.fakes import GPU, choosing
 from tests.helpers.layouts import facts_of
 

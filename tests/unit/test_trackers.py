@@ -14,8 +14,10 @@ from deepstow.trainer.config.load import load
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError, ExitCode
-from deepstow.trainer.run import failures, trackers, upload
+from deepstow.trainer.run import failures
+from deepstow.trainer.run.callbacks import trackers
 from deepstow.trainer.run.checks import Before, check
+from deepstow.trainer.run.exporting import upload
 from deepstow.trainer.run.session import run
 from deepstow.trainer.run.trainer import _reads_saves
 from tests.e2e.commands import metrics, write_config

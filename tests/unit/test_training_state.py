@@ -20,7 +20,7 @@ from deepstow.strategies.state import saved_state
 from deepstow.strategies.state.saved_state import Weights
 from deepstow.strategies.state.spans import WEIGHT, Store
 from deepstow.strategies.state.torch_state import Held, Piece, TorchState, plain_state
-from deepstow.trainer.run import training_state
+from deepstow.trainer.run.checkpoints import training_state
 
 # Schedules
 

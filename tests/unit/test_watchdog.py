@@ -95,7 +95,7 @@ def timeouts_after_the_beginning(ranks: Ranks) -> list[float]:
     """Seconds that the job's group and one that a library has made wait, once training has begun."""
     from transformers import TrainerState
 
-    from deepstow.trainer.run.callbacks import Watched
+    from deepstow.trainer.run.callbacks.reports import Watched
 
     groups: list[Any] = [torch.distributed.group.WORLD, torch.distributed.new_group(timeout=timedelta(days=7))]
     watchdog: Any = SimpleNamespace(timeout_s=7)

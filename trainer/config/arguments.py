@@ -119,7 +119,7 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 LESS = ("perplexity", "mae")  # metrics of ours that are better if smaller
-# Not passed on: with it, Hugging Face's Trainer uploads the run's folder at each save (trainer/run/upload.py).
+# Not passed on: with it, Hugging Face's Trainer uploads the run's folder at each save (run/exporting/upload.py).
 UPLOADS = frozenset(["push_to_hub", "hub_model_id", "hub_revision"])
 # Not passed on: with it, Hugging Face's Trainer makes each kernel wait (trainer/machine/repeated_sums.py).
 REPEATS = frozenset(["full_determinism"])

@@ -18,8 +18,8 @@ NAMES = (
     "accelerate", "peft", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.utils.serialization",
     "deepstow.strategies.parallel.deepspeed_state", "deepstow.strategies.engine.forward.routed_linear",
     "deepstow.trainer.data.collate", "deepstow.trainer.data.prepare", "deepstow.trainer.data.sample",
-    "deepstow.trainer.data.tokenizer", "deepstow.trainer.run.export", "deepstow.trainer.run.oom",
-    "deepstow.trainer.run.plan_check", "deepstow.trainer.run.session", "deepstow.trainer.run.trainer",
+    "deepstow.trainer.data.tokenizer", "deepstow.trainer.run.exporting.export", "deepstow.trainer.run.oom",
+    "deepstow.trainer.run.callbacks.plan_check", "deepstow.trainer.run.session", "deepstow.trainer.run.trainer",
     "deepstow.trainer.verify.verify",
 )  # fmt: skip
 

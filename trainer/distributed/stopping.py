@@ -8,7 +8,7 @@ written into a socket, by the interpreter's own handler in C, and a thread reads
 * while the run is *preparing*, ``Stopped`` is raised in the main thread; if that is stuck in C++, the thread ends the
   process after ``STUCK_S``. Nothing is saved, there is nothing yet;
 * while it is *training*, the request is noted, and acted on at the end of the step by all ranks together
-  (``SaveAndStop`` in ``trainer/run/callbacks.py``). A save that is under way is finished;
+  (``SaveAndStop`` in ``trainer/run/callbacks/reports.py``). A save that is under way is finished;
 * while it is *ending* (the export), the request is noted, and the export is finished;
 * a second signal ends the process at once. A launcher often repeats what the process got itself, as with a signal to
   the whole group or job, so what comes within ``ECHO_S`` is the same request. So is a key that was pressed twice.

@@ -4,7 +4,7 @@
 
 A run may be refused until its weights, and the state of the checkpoint that it resumes, are where they train. Until
 then it leaves what an earlier run has made as it is, but for ``exit.json``. Moves that an earlier start had begun and a
-kill has cut short are completed before checkpoints are looked at (``resuming.py``).
+kill has cut short are completed before checkpoints are looked at (``checkpoints/resuming.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.errors import DiskFails
 from deepstow.trainer.machine import block_timing
-from deepstow.trainer.run import checkpoint, earlier, inputs
+from deepstow.trainer.run import inputs
+from deepstow.trainer.run.checkpoints import checkpoint, earlier
 
 if TYPE_CHECKING:
     from deepstow.trainer.distributed.agreement import Agreement

@@ -40,11 +40,20 @@ from deepstow.trainer.model.adapters import loraplus
 from deepstow.trainer.model.build import config_of, with_lora
 from deepstow.trainer.planning import facts
 from deepstow.trainer.registry import codes
-from deepstow.trainer.run import checkpoint, inputs, metrics, resuming, trackers
-from deepstow.trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, sample_prompt
-from deepstow.trainer.run.checkpoint import About, DataFacts, ModelFacts
-from deepstow.trainer.run.plan_check import PlanCheck
-from deepstow.trainer.run.profile import Profile
+from deepstow.trainer.run import inputs
+from deepstow.trainer.run.callbacks import metrics, trackers
+from deepstow.trainer.run.callbacks.plan_check import PlanCheck
+from deepstow.trainer.run.callbacks.profile import Profile
+from deepstow.trainer.run.callbacks.reports import (
+    EarlyStopping,
+    Meter,
+    MetricsFile,
+    ProgressLine,
+    SampleText,
+    sample_prompt,
+)
+from deepstow.trainer.run.checkpoints import checkpoint, resuming
+from deepstow.trainer.run.checkpoints.checkpoint import About, DataFacts, ModelFacts
 from deepstow.trainer.run.stage_trial import form_of_stages
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.tasks.task import Task, loaded, mean_over_tokens, token_losses

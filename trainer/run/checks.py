@@ -2,8 +2,8 @@
 
 A check raises a UserError, or returns. Only those before the weights leave something: a tracker that runs, and a
 repository of the hub, which a run cannot do without. Whatever is made may be refused as well, where it is made:
-data, a plan, a model; and a checkpoint that does not go with the config, in ``resuming.py``. A run that is refused has
-moved and written nothing of an earlier run (``begin.py``).
+data, a plan, a model; and a checkpoint that does not go with the config, in ``checkpoints/resuming.py``. A run that is
+refused has moved and written nothing of an earlier run (``begin.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from deepstow.trainer.errors import first_line
 from deepstow.trainer.model import build, folder, tying
 from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import facts, from_config
-from deepstow.trainer.run import machines, metrics, results, stage_trial, trackers, upload
-from deepstow.trainer.run.user_callbacks import UserCallbacks
+from deepstow.trainer.run import machines, stage_trial
+from deepstow.trainer.run.callbacks import metrics, trackers
+from deepstow.trainer.run.callbacks.user_callbacks import UserCallbacks
+from deepstow.trainer.run.exporting import results, upload
 
 WITHOUT_OPTIONS = ("constant", "constant_with_warmup")  # schedules
 

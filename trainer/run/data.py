@@ -22,8 +22,8 @@ from deepstow.trainer.model import contents
 from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import picture
 from deepstow.trainer.run import inputs
+from deepstow.trainer.run.checkpoints.resuming import Resumed
 from deepstow.trainer.run.checks import Before, check
-from deepstow.trainer.run.resuming import Resumed
 from deepstow.trainer.tasks.task import only_language
 
 

@@ -16,8 +16,10 @@ from deepstow.trainer.distributed.ranks import GRACE_S, Ranks
 from deepstow.trainer.distributed.stopping import Phase, Stop, Stopped
 from deepstow.trainer.errors import ExitCode, UserError, first_line, report, write_line
 from deepstow.trainer.registry import Raised
-from deepstow.trainer.run import disk, loading, oom, trackers
-from deepstow.trainer.run.checkpoint import GOES_ON
+from deepstow.trainer.run import loading, oom
+from deepstow.trainer.run.callbacks import trackers
+from deepstow.trainer.run.checkpoints import disk
+from deepstow.trainer.run.checkpoints.checkpoint import GOES_ON
 
 if TYPE_CHECKING:
     from deepstow.strategies.core.plan import Plan

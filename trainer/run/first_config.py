@@ -27,7 +27,7 @@ from deepstow.trainer.model import build, folder, hub
 from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning.fit import FOUR_BITS, Fit, FitRow, fastest
 from deepstow.trainer.planning.positions import declared
-from deepstow.trainer.run.finished import NAME
+from deepstow.trainer.run.checkpoints.finished import NAME
 from deepstow.trainer.tasks.task import TASKS
 
 Tree = dict[str, Any]

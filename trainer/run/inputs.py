@@ -29,8 +29,8 @@ from deepstow.trainer.model import build, contents
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
     from deepstow.trainer.distributed.ranks import Ranks
-    from deepstow.trainer.run.checkpoint import About
-    from deepstow.trainer.run.resuming import Resumed
+    from deepstow.trainer.run.checkpoints.checkpoint import About
+    from deepstow.trainer.run.checkpoints.resuming import Resumed
 
 PLACE = "model.name_or_path"
 

@@ -14,7 +14,7 @@ from deepstow.strategies.core.plan import Kind, Plan, Tier
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
 from deepstow.strategies.report import plan_table
-from deepstow.trainer.run.callbacks import device_peak_bytes, host_peak_bytes
+from deepstow.trainer.run.callbacks.reports import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig

@@ -47,27 +47,17 @@ from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import evaluation
 from deepstow.trainer.planning.fit import explained
 from deepstow.trainer.planning.from_config import plans_of, show_plan
-from deepstow.trainer.run import (
-    building,
-    failures,
-    finished,
-    inputs,
-    loading,
-    lock,
-    machines,
-    results,
-    resuming,
-    saving,
-    upload,
-)
+from deepstow.trainer.run import building, failures, inputs, loading, lock, machines
 from deepstow.trainer.run.begin import Begin
-from deepstow.trainer.run.callbacks import SaveAndStop, Watched
+from deepstow.trainer.run.callbacks.reports import SaveAndStop, Watched
+from deepstow.trainer.run.callbacks.user_callbacks import UserCallbacks, keeping
+from deepstow.trainer.run.checkpoints import finished, resuming, saving
+from deepstow.trainer.run.checkpoints.resuming import Resumed
 from deepstow.trainer.run.checks import Before, check
 from deepstow.trainer.run.collated import collated
 from deepstow.trainer.run.data import opened
+from deepstow.trainer.run.exporting import results, upload
 from deepstow.trainer.run.failures import timeout_s
-from deepstow.trainer.run.resuming import Resumed
-from deepstow.trainer.run.user_callbacks import UserCallbacks, keeping
 
 
 @dataclass(frozen=True, slots=True)

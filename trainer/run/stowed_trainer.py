@@ -32,8 +32,8 @@ from deepstow.trainer.errors import CountingError, first_line, write_line
 from deepstow.trainer.execution.base import Execution
 from deepstow.trainer.execution.stowed import Stowed
 from deepstow.trainer.planning.plan_for import plan_for, shape_of
-from deepstow.trainer.run import training_state
 from deepstow.trainer.run.accelerator import StowAccelerator
+from deepstow.trainer.run.checkpoints import training_state
 
 
 def stowed(base: type, **options: Any) -> type:

@@ -2,9 +2,9 @@
 
 What a step is, its execution knows (``trainer/execution``). Besides, the loss of an evaluation is the mean over
 *tokens*, so perplexity is right when lengths differ; our numbers are in every record before any callback sees it
-(``callbacks.py``); a run whose gradients are not finite ends (``nonfinite.py``); a checkpoint is a draft, sealed beside
-training, before it gets its name (``saving.py``, ``training_state.py``), and one that finds no space is one line, on
-every rank or on none, and the run goes on; a run that is resumed at its last step takes no further one.
+(``callbacks/``); a run whose gradients are not finite ends; a checkpoint is a draft, sealed beside training, before it
+gets its name (``checkpoints/``), and one that finds no space is one line, on every rank or on none, and the run goes
+on; a run that is resumed at its last step takes no further one.
 
 Which private names of Hugging Face's that takes, and why: ``tests/unit/test_private_methods.py``.
 """
@@ -39,13 +39,13 @@ from deepstow.trainer.execution.base import Execution, Place
 from deepstow.trainer.execution.choice import execution_of
 from deepstow.trainer.model import apart, loss_terms
 from deepstow.trainer.model.mapped import Spilled
-from deepstow.trainer.run import checkpoint, saving, training_state
 from deepstow.trainer.run.appended import Mounted
-from deepstow.trainer.run.callbacks import EarlyStopping, Meter
-from deepstow.trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
-from deepstow.trainer.run.plan_check import PlanCheck
+from deepstow.trainer.run.callbacks.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
+from deepstow.trainer.run.callbacks.plan_check import PlanCheck
+from deepstow.trainer.run.callbacks.reports import EarlyStopping, Meter
+from deepstow.trainer.run.callbacks.trackers import SkipsFailedSaves
+from deepstow.trainer.run.checkpoints import checkpoint, saving, training_state
 from deepstow.trainer.run.stowed_trainer import StowedTrainer
-from deepstow.trainer.run.trackers import SkipsFailedSaves
 from deepstow.trainer.tasks.task import scores
 
 

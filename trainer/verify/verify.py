@@ -47,8 +47,8 @@ from deepstow.trainer.planning import facts
 from deepstow.trainer.planning.fit import explained
 from deepstow.trainer.planning.from_config import check_options, narrowed, plan_of
 from deepstow.trainer.run import building
+from deepstow.trainer.run.callbacks.user_callbacks import UserCallbacks
 from deepstow.trainer.run.session import Session
-from deepstow.trainer.run.user_callbacks import UserCallbacks
 from deepstow.trainer.tasks.task import only_language
 
 ROWS = 64

@@ -16,7 +16,7 @@ import pytest
 
 from deepstow.trainer.config.load import load
 from deepstow.trainer.errors import ConfigError
-from deepstow.trainer.run.checkpoint import WRITING, to_resume
+from deepstow.trainer.run.checkpoints.checkpoint import WRITING, to_resume
 from tests.e2e.commands import REPO, TRAIN, Server, digest, environment
 from tests.e2e.interrupted import config_in
 from tests.helpers.disk import Data, Loss, Name, Names, Recorded, Rename, Sync, put, record

@@ -81,7 +81,7 @@ class _Writer(Writer):
         self._exporter = exporter
 
     def write(self, name: str, draft: Path) -> Mapping[str, Any]:
-        from deepstow.trainer.run.export import after
+        from deepstow.trainer.run.exporting.export import after
 
         if text := self._exporter.export(self._exact.folder, draft, self._config):
             after(self._exact.folder, text).save(draft / "README.md")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from deepstow.trainer.errors import first_line, write_line
 from deepstow.trainer.model.build import config_of
 from deepstow.trainer.model.shrink import small_copy
-from deepstow.trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError
+from deepstow.trainer.run.exporting.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig

@@ -34,8 +34,8 @@ from deepstow.trainer.model.build import config_of
 from deepstow.trainer.planning import evaluation
 from deepstow.trainer.planning.streamed import placed, plan_within
 from deepstow.trainer.recipes.quantize.qat import layers_of
-from deepstow.trainer.run import export
-from deepstow.trainer.run.callbacks import perplexity
+from deepstow.trainer.run.callbacks.reports import perplexity
+from deepstow.trainer.run.exporting import export
 from deepstow.trainer.tasks.task import loaded, scores
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from deepstow.trainer.machine.probe import host_memory
 from deepstow.trainer.model import folder as files
 from deepstow.trainer.model import hub, quantise
 from deepstow.trainer.planning.positions import declared
-from deepstow.trainer.run.finished import NAME
+from deepstow.trainer.run.checkpoints.finished import NAME
 
 ELSE = "deepstow docs use says how else to use a model"
 OF_RUNS = ("config.yaml", "plan.txt", "metrics.jsonl")  # one of them is in the folder of a run

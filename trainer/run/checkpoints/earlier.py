@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.state.commit import remove, replace_file, sync
 from deepstow.strategies.state.sealed import MANIFEST, Damaged, read, size_and_hash
-from deepstow.trainer.run import checkpoint, finished
-from deepstow.trainer.run.checkpoint import DELETED, TRAINER_STATE, Found
+from deepstow.trainer.run.checkpoints import checkpoint, finished
+from deepstow.trainer.run.checkpoints.checkpoint import DELETED, TRAINER_STATE, Found
 from deepstow.trainer.run.history import records
 
 if TYPE_CHECKING:

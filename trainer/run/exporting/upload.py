@@ -26,7 +26,7 @@ from deepstow.strategies.state.sealed import MANIFEST, File, read, signed, size_
 from deepstow.trainer.errors import UserError, first_line, write_line
 from deepstow.trainer.model import hub
 from deepstow.trainer.model.hub import unreachable
-from deepstow.trainer.run import finished
+from deepstow.trainer.run.checkpoints import finished
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig

@@ -26,8 +26,8 @@ from deepstow.trainer.config.arguments import REMOVED
 from deepstow.trainer.config.check import inner_model
 from deepstow.trainer.config.recipe import RECIPES
 from deepstow.trainer.config.sections import RunConfig
-from deepstow.trainer.run import same_rows
-from deepstow.trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
+from deepstow.trainer.run.checkpoints import same_rows
+from deepstow.trainer.run.checkpoints.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
 FILES = [recipe.files for recipe in RECIPES.values() if recipe.files is not None]
 # Keys that say where something is, and the hash of a manifest that what is there is compared with.

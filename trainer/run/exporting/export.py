@@ -10,8 +10,8 @@ not the one that training sets. Python files that came with the model are in the
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
 Nothing that a run has finished is replaced. A restart script starts a run once more after it has ended: resumed at its
-last step, with a whole export of that checkpoint (``finished.py``), it ends at once. If only the export is missing or
-damaged it is made again, without a step of training; what was there moves to ``earlier-N``.
+last step, with a whole export of that checkpoint (``checkpoints/finished.py``), it ends at once. If only the export is
+missing or damaged it is made again, without a step of training; what was there moves to ``earlier-N``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from deepstow.trainer.data.sources import is_on_hub
 from deepstow.trainer.model import apart, attention, build, hub, quantise
 from deepstow.trainer.model.adapters import merged, round_base
 from deepstow.trainer.model.mapped import Spilled
-from deepstow.trainer.run import disk
-from deepstow.trainer.run.callbacks import of_best, perplexity
-from deepstow.trainer.run.checkpoint import versions
-from deepstow.trainer.run.finished import KIND, NAME
-from deepstow.trainer.run.nonfinite import NonFinite
+from deepstow.trainer.run.callbacks.nonfinite import NonFinite
+from deepstow.trainer.run.callbacks.reports import of_best, perplexity
+from deepstow.trainer.run.checkpoints import disk
+from deepstow.trainer.run.checkpoints.checkpoint import versions
+from deepstow.trainer.run.checkpoints.finished import KIND, NAME
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.tasks.task import Task, loaded, scores
 

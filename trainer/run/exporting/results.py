@@ -25,9 +25,10 @@ from deepstow.trainer.errors import DiskFails, write_line
 from deepstow.trainer.model import attention
 from deepstow.trainer.planning.from_config import budget_of
 from deepstow.trainer.registry import blamed, codes
-from deepstow.trainer.run import checkpoint, disk, earlier, export, finished
-from deepstow.trainer.run.callbacks import SAID, of_best, perplexity
-from deepstow.trainer.run.earlier import FURTHER
+from deepstow.trainer.run.callbacks.reports import SAID, of_best, perplexity
+from deepstow.trainer.run.checkpoints import checkpoint, disk, earlier, finished
+from deepstow.trainer.run.checkpoints.earlier import FURTHER
+from deepstow.trainer.run.exporting import export
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.recipe import Recipe

@@ -33,10 +33,10 @@ from deepstow.trainer.data.prepare import Contents
 from deepstow.trainer.distributed.agreement import DAY_S, agreement
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, DiskFails, write_line
-from deepstow.trainer.run import checkpoint, earlier, resume_rules
-from deepstow.trainer.run.checkpoint import Found
-from deepstow.trainer.run.resume_rules import FILES, Changes
-from deepstow.trainer.run.same_rows import Known
+from deepstow.trainer.run.checkpoints import checkpoint, earlier, resume_rules
+from deepstow.trainer.run.checkpoints.checkpoint import Found
+from deepstow.trainer.run.checkpoints.resume_rules import FILES, Changes
+from deepstow.trainer.run.checkpoints.same_rows import Known
 from deepstow.trainer.tasks.task import loaded
 
 METRIC = ("metric_for_best_model", "greater_is_better")

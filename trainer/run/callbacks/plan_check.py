@@ -44,7 +44,7 @@ from deepstow.strategies.state.commit import replace_file
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.machine import block_timing
 from deepstow.trainer.machine.block_timing import UnitClock, median_of, without_again
-from deepstow.trainer.run.callbacks import device_peak_bytes, host_peak_bytes
+from deepstow.trainer.run.callbacks.reports import device_peak_bytes, host_peak_bytes
 
 COUNTED, STEP = 1, 2  # steps: what is saved is counted in the first, all is compared after the second
 FIRST, LAST = 2, 8  # that are timed

@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.registry import Raised, Unusable, checked, class_of, code_of, guarded
-from deepstow.trainer.run import checkpoint
+from deepstow.trainer.run.checkpoints import checkpoint
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig

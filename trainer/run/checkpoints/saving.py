@@ -32,9 +32,9 @@ from deepstow.strategies.planner.lossy import kept_bytes
 from deepstow.strategies.state.commit import inside, put_in_place, remove
 from deepstow.strategies.state.sealed import seal
 from deepstow.trainer.machine.probe import disk_free_bytes
-from deepstow.trainer.run import checkpoint, disk
 from deepstow.trainer.run.appended import Mounted
-from deepstow.trainer.run.checkpoint import KIND, Manifest
+from deepstow.trainer.run.checkpoints import checkpoint, disk
+from deepstow.trainer.run.checkpoints.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
 THREADS = 4  # that look for values that are not finite

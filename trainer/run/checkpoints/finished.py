@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.state import sealed
 from deepstow.strategies.state.sealed import Damaged, intact
-from deepstow.trainer.run import checkpoint
+from deepstow.trainer.run.checkpoints import checkpoint
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
-    from deepstow.trainer.run.checkpoint import Found
+    from deepstow.trainer.run.checkpoints.checkpoint import Found
 
 KIND, NAME = "export", "export"  # in its manifest, and its folder
 OF, BEST = "checkpoint", "best"  # the digests in its manifest

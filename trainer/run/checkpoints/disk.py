@@ -19,7 +19,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
 from deepstow.trainer.errors import ExitCode
-from deepstow.trainer.run.checkpoint import GOES_ON, complete
+from deepstow.trainer.run.checkpoints.checkpoint import GOES_ON, complete
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig

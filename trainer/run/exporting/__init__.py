@@ -1,0 +1,1 @@
+"""What a run leaves: its export, what is made of that, and its upload."""
