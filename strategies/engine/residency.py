@@ -33,6 +33,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from deepstow.strategies.core.layout import Item
 from deepstow.strategies.engine.buckets.bucket_state import BucketState, Pending
 from deepstow.strategies.engine.codecs import EncodedWeights
 from deepstow.strategies.engine.memory.disk_weights import DiskWeights, Updated
@@ -74,15 +75,13 @@ class Residency:
         if bucket.codes is not None:
             self._bring_codes(bucket, bucket.codes)
             return
-        assert bucket.copy is not None, f"{bucket.name} has nothing to fetch"
         self.restore(bucket)
-        if bucket.slot is not bucket.copy:
+        if bucket.copy_is_on_disk:
             self._bring_from_disk(bucket)
-            return
-        if bucket.given_up:
+        elif bucket.given_up:
             self._bring_rounded(bucket)
-            return
-        self._bring(bucket, bucket.copy)
+        else:
+            self._bring(bucket, bucket.memory[Item.COPY])
 
     def _bring_codes(self, bucket: BucketState, codes: EncodedWeights) -> None:
         """See [Note: encoded]."""
@@ -97,10 +96,10 @@ class Residency:
 
     def _bring_from_disk(self, bucket: BucketState) -> None:
         """See [Note: from the disk]."""
-        assert self._disk is not None and bucket.slot is not None
+        assert self._disk is not None
         self._disk.bring_in(bucket.index)
         self._transfer.wait(Stream.UP, self._transfer.record(Stream.HOST))
-        self._bring(bucket, bucket.slot)
+        self._bring(bucket, bucket.memory[Item.COPY])
         self._disk.leaves(bucket.index, bucket.arrived)
 
     def expect(self, buckets: Iterable[BucketState]) -> None:
@@ -134,9 +133,9 @@ class Residency:
             return
         transfer = self._transfer
         transfer.host_wait(bucket.grads.sent)
-        assert bucket.copy is not None
-        transfer.uses(Stream.HOST, reads=[bucket.master], writes=[bucket.copy])
-        bucket.round_masters(bucket.copy)
+        copy = bucket.memory[Item.COPY]
+        transfer.uses(Stream.HOST, reads=[bucket.master], writes=[copy])
+        bucket.round_masters(copy)
         written = transfer.record(Stream.HOST)
         transfer.wait(Stream.UP, written)
         transfer.wait(Stream.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it

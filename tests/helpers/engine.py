@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deepstow.strategies.core.compose import compose
 from deepstow.strategies.core.facts import Facts, Param, Tier, UnitKind
-from deepstow.strategies.core.layout import Bucket, Layout, Site
+from deepstow.strategies.core.layout import Bucket, Item, Layout, Site
 from deepstow.strategies.core.optimizers import state_names
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.core.protocol import MemoryRefusal
@@ -254,7 +254,6 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
     for bucket in engine.buckets:
         if bucket.spec.group is None:
             continue
-        assert bucket.steps is not None
         parts: dict[str, list[Tensor]] = {}
         for stretch in bucket.stretches():
             with stretch.at_hand():
@@ -264,7 +263,7 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
                     parts.setdefault(key, []).append(span.cpu().clone())
         spans = {key: torch.cat(some) for key, some in parts.items()}
         mine = torch.tensor([index in {piece.index for piece in bucket.pieces} for index in range(len(bucket.params))])
-        counts = torch.where(mine, bucket.steps.cpu(), torch.zeros(len(mine)))
+        counts = torch.where(mine, bucket.memory[Item.STEPS].cpu(), torch.zeros(len(mine)))
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, group=group)
         whole = {key: torch.empty(bucket.spec.num_elements, dtype=span.dtype) for key, span in spans.items()}
         for key, span in spans.items():

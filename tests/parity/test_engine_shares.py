@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepstow.strategies.core.layout import Item
 from deepstow.strategies.core.plan import Plan
 from deepstow.strategies.engine import AdamW, UpdateRule, stow
 from deepstow.strategies.engine.memory.common_host import CommonHost
@@ -184,8 +185,9 @@ def summed_fast(ranks: Ranks) -> None:
     sum_to_owners = Shares.sum_to_owners
 
     def compared(self: Shares, bucket: Any) -> None:
-        parts = [torch.empty_like(bucket.grad) for _ in range(ranks.world_size)]
-        dist.all_gather(parts, bucket.grad / ranks.world_size)
+        grad = bucket.memory[Item.GRAD]
+        parts = [torch.empty_like(grad) for _ in range(ranks.world_size)]
+        dist.all_gather(parts, grad / ranks.world_size)
         spans = [bucket.own(part) for part in parts]
         sum_to_owners(self, bucket)
         cut[bool(bucket.spec.cut)] += 1
@@ -193,8 +195,8 @@ def summed_fast(ranks: Ranks) -> None:
             sent[bucket.name] = sent["reduce_scatter_tensor"]
         exact = reduce(torch.add, spans)
         size = reduce(torch.add, [span.double().abs() for span in spans]) * torch.finfo(exact.dtype).eps
-        apart = (bucket.own(bucket.grad).double() - exact.double()).abs()
-        used = torch.zeros_like(bucket.grad, dtype=torch.bool)  # between parameters there is whatever was there before
+        apart = (bucket.own(grad).double() - exact.double()).abs()
+        used = torch.zeros_like(grad, dtype=torch.bool)  # between parameters there is whatever was there before
         for index in range(len(bucket.params)):
             bucket.part(used, index).fill_(True)
         eps.append(float(torch.where(bucket.own(used), apart / size.clamp_min(1e-300), 0.0).max()))

@@ -84,8 +84,8 @@ class Pending(Enum):
 
 
 class BucketState:
-    """Bucket ``spec``, number ``index`` of ``layout``, with flat views of ``arena``, None if the layout needs no such.
-    ``weight`` and ``grad`` are of the whole bucket, the others of this rank's span, which is all unless ranks share it.
+    """Bucket ``spec``, number ``index`` of ``layout``. ``memory`` has flat views of ``arena``, of all that the layout
+    needs: WEIGHT and GRAD are of the whole bucket, the others of this rank's span, which is all unless ranks share it.
     ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel. ``on_disk``:
     stretches of state that has no other memory; ``resting``: bytes of a weight that is there.
     """
@@ -103,37 +103,39 @@ class BucketState:
         on_disk: Sequence[Stretch] = (),
         resting: Tensor | None = None,
     ) -> None:
-        def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
-            region = arena.of(spec.name, item, of)
-            count = spec.num_elements if item in (Item.WEIGHT, Item.GRAD) else spec.share
-            return None if region is None else region[: numbers * count]
-
         dtype = getattr(torch, spec.dtype)
+        kinds = {
+            Item.WEIGHT: (dtype, spec.num_elements),
+            Item.GRAD: (dtype, spec.num_elements),
+            Item.ARRIVAL: (dtype, spec.share),
+            Item.PARKED: (dtype, spec.share),
+            Item.MASTER: (torch.float32 if spec.mixed else dtype, spec.share),
+            Item.VISIT: (torch.float32, (layout.moments + spec.mixed) * spec.share),
+            Item.STEPS: (torch.float32, len(params)),
+        }
+        if not spec.frozen_as:
+            kinds[Item.COPY] = (dtype, spec.share)
+        regions = ((item, arena.of(spec.name, item, kind), size) for item, (kind, size) in kinds.items())
+        self.memory = {item: region[:size] for item, region, size in regions if region is not None}
         self.spec = spec
         self.index = index
         self.params = params
         self.rank = rank
-        weight = flat(Item.WEIGHT, dtype)
-        assert weight is not None, f"{spec.name} has no home"
-        self.weight = weight
+        self.weight = self.memory[Item.WEIGHT]
         encoded = arena.of(spec.name, Item.COPY, torch.uint8) if spec.frozen_as else None
         self.codes = None if encoded is None else EncodedWeights(spec.frozen_as, encoded, spec.num_elements)  # no copy
-        self.slot = None if spec.frozen_as else flat(Item.COPY, dtype)  # from which UP copies it
-        self.copy = self.slot if resting is None else resting.view(dtype)[: spec.share]
-        self.grad, self.arrival = flat(Item.GRAD, dtype), flat(Item.ARRIVAL, dtype)
-        self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
-        self.new = self.parked if self.copy is None or spec.copy_on_disk else self.copy  # weight, made by the worker
-        self.master = flat(Item.MASTER, torch.float32 if spec.mixed else dtype)
+        self.copy = self.memory.get(Item.COPY) if resting is None else resting.view(dtype)[: spec.share]
+        self.parks_in_copy = parks_in_copy(spec, layout)  # the host's copy and the gradient that waits are one place
+        if self.parks_in_copy:
+            self.memory[Item.PARKED] = self.memory[Item.COPY]
+        self.master = self.memory.get(Item.MASTER)
         self.moments, self.scales = moments_of(spec, layout, arena)
         blocks = map(FORMATS[layout.moments_as].blocks, spec.sizes)
         self.first_blocks = tuple(accumulate(blocks, initial=0))  # of each parameter, in ``scales``
         master = self.master  # in fp32; else the masters are there, too
         self._on_disk = on_disk if master is None else [stretch.of_masters(master) for stretch in on_disk]
-        steps = arena.of(spec.name, Item.STEPS, torch.float32)
-        self.steps = None if steps is None else steps[: len(params)]
-        self.visit = flat(Item.VISIT, torch.float32, layout.moments + spec.mixed)
         parts = zip(params, spec.offsets, spec.sizes, strict=True)
-        homes = [weight[start : start + size].view(param.shape) for param, start, size in parts]
+        homes = [self.weight[start : start + size].view(param.shape) for param, start, size in parts]
         kernels = frozenset(index for index, param in enumerate(params) if id(param) in fused)
         sole = spec.resident and self.copy is None and self.codes is None and self.master is None and spec.shards == 1
         self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident, sole=sole)
@@ -178,9 +180,14 @@ class BucketState:
         return self.spec.shards > 1
 
     @property
-    def parks_in_copy(self) -> bool:
-        """Whether the host's copy and the gradient that waits there are one place."""
-        return self.copy is not None and self.copy is self.parked
+    def copy_is_on_disk(self) -> bool:
+        """Whether the host's copy is a file, which is read into COPY, a slot, on its way up."""
+        return self.copy is not self.memory.get(Item.COPY)
+
+    @property
+    def new(self) -> Tensor:
+        """Where the worker makes the new weight, if the weight is not the master."""
+        return self.memory[Item.PARKED] if self.copy is None or self.spec.copy_on_disk else self.copy
 
     # --- its memory --------------------------------------------------------------------------------------------------
 
@@ -206,8 +213,7 @@ class BucketState:
 
     def gradients(self, indices: Iterable[int]) -> list[Tensor]:
         """The gradients of these parameters in the bucket's slot, in their shapes."""
-        assert self.grad is not None, f"{self.name} is frozen"
-        return [self.shaped(self.grad, index) for index in indices]
+        return [self.shaped(self.memory[Item.GRAD], index) for index in indices]
 
     def states(self) -> list[Tensor]:
         """What an update on the device needs besides the weight, in the order of the visit slot."""
@@ -282,8 +288,8 @@ class BucketState:
         if self.spec.site is Site.DEVICE:
             for moment in self.moments:
                 moment.zero_()  # new pages of the host are zero
-        if self.steps is not None:
-            self.steps.zero_()
+        if Item.STEPS in self.memory:
+            self.memory[Item.STEPS].zero_()
         self.views.unbind()
         if self.spec.resident:
             self.present = True

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepstow.strategies.core.layout import Item
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.ranks.two_level import TwoLevel
 from deepstow.strategies.engine.tensors.parameters import is_placeholder
@@ -189,11 +190,10 @@ class Replicas(OneRank):
 
     def average(self, bucket: BucketState, prepare: Callable[[BucketState], None]) -> None:
         prepare(bucket)
-        assert bucket.grad is not None
         for index in range(len(bucket.params)):
             if index not in bucket.grads.touched:
-                bucket.part(bucket.grad, index).zero_()
-        self._add_up(bucket, bucket.grad)
+                bucket.part(bucket.memory[Item.GRAD], index).zero_()
+        self._add_up(bucket, bucket.memory[Item.GRAD])
 
     def _exchanged(self, bucket: BucketState) -> bool:
         """Whether there is another exchange, which has made the gradients means."""

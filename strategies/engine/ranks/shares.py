@@ -178,25 +178,24 @@ class Shares(Replicas):
         """The mean of all ranks' gradients in this rank's span, and of a parameter that begins there all of it. What
         any rank has a gradient for has one on all.
         """
-        assert bucket.grad is not None
         self.note("added gradients of", bucket.name)
         if len(self._scaled) > 1:
             raise RuntimeError("of the losses of one step some were divided by the number of ranks, others were not")
         if not self._exchanged(bucket):
-            self._add_spans(bucket, bucket.grad)
+            self._add_spans(bucket, bucket.memory[Item.GRAD])
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
             super().end_backward([(bucket, index) for index in range(len(bucket.params))])
 
     def _exchanged(self, bucket: BucketState) -> bool:
         """On NET, and of the whole bucket on all ranks: owners need nothing more, not even where parameters are cut."""
-        if self.exchange is None or bucket.grad is None:
+        if self.exchange is None or Item.GRAD not in bucket.memory:
             return False
         self._let_net_have(bucket)
         with self._transfer.on(Stream.NET):
             is_exchanged = super()._exchanged(bucket)
             if is_exchanged and True in self._scaled:  # losses were divided, so these are means of what is to be summed
-                bucket.grad.mul_(self.ranks)
-        self._transfer.uses(Stream.NET, writes=[bucket.grad] if is_exchanged else [])
+                bucket.memory[Item.GRAD].mul_(self.ranks)
+        self._transfer.uses(Stream.NET, writes=[bucket.memory[Item.GRAD]] if is_exchanged else [])
         self._transfer.wait(Stream.COMPUTE, self._transfer.record(Stream.NET))
         return is_exchanged
 

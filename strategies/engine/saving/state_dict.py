@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from deepstow.strategies.core.layout import Item
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.engine import Engine
 from deepstow.strategies.engine.keeper import Keeper, lent_value
@@ -86,7 +87,7 @@ class StateAccess(Copied):
         for bucket in self.engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                value, stays = self.engine.newest(bucket, index), bucket.copy is not bucket.slot
+                value, stays = self.engine.newest(bucket, index), bucket.copy_is_on_disk
                 bucket.views.lend(index, value if stays else value.to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
@@ -306,8 +307,7 @@ class StateAccess(Copied):
     def count_of(self, param: nn.Parameter) -> Tensor:
         """How many updates ``param`` has had, as a view; on a rank that has a piece of it."""
         bucket, index = self.engine.bucket_of[id(param)]
-        assert bucket.steps is not None, "a frozen parameter has no state"
-        return bucket.steps[index]
+        return bucket.memory[Item.STEPS][index]
 
     def parts_of(self, param: nn.Parameter) -> Iterator[StatePart]:
         """What this rank has of the moments and the master of ``param``."""

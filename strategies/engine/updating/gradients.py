@@ -27,7 +27,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from deepstow.strategies.core.layout import Layout, Site
+from deepstow.strategies.core.layout import Item, Layout, Site
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.ranks.replicas import OneRank, Place
 from deepstow.strategies.engine.tensors.parameters import on_gradient, take_grad
@@ -131,13 +131,12 @@ class Gradients:
         )
 
     def _into_slot(self, bucket: BucketState, index: int, grad: Tensor) -> None:
-        assert bucket.grad is not None
         if bucket.spec.grad_passes:
             self._enter_slot(bucket)
         else:  # a gradient that no update has taken may still be on its way down
             self._transfer.wait(Stream.COMPUTE, bucket.grads.sent)
-        place = bucket.shaped(bucket.grad, index)
-        self._transfer.uses(Stream.COMPUTE, writes=[bucket.grad])
+        place = bucket.shaped(bucket.memory[Item.GRAD], index)
+        self._transfer.uses(Stream.COMPUTE, writes=[bucket.memory[Item.GRAD]])
         if index in bucket.grads.touched and not bucket.spec.grad_passes:
             place.add_(grad)
         else:
@@ -270,13 +269,11 @@ class Gradients:
         elif bucket.spec.grad_passes:
             self._down.send(bucket)
         if not bucket.spec.grad_passes:
-            assert bucket.grad is not None
-            return bucket.shaped(bucket.grad, index).clone()
-        assert bucket.parked is not None
+            return bucket.shaped(bucket.memory[Item.GRAD], index).clone()
         if bucket.grads.added is not None:
             self._transfer.host_wait(bucket.grads.added.result())
         self._transfer.host_wait(bucket.grads.sent)
-        return bucket.shaped(bucket.parked, index).to(device, copy=True)
+        return bucket.shaped(bucket.memory[Item.PARKED], index).to(device, copy=True)
 
     def write(self, bucket: BucketState, index: int, value: Tensor) -> None:
         """Put ``value``, from COMPUTE, into every place of a gradient that waits, and learn its norm."""
@@ -286,14 +283,12 @@ class Gradients:
             self._transfer.host_wait(bucket.grads.added.result())
         self._transfer.host_wait(bucket.grads.sent)
         if not bucket.spec.grad_passes:
-            assert bucket.grad is not None
             self._transfer.wait(Stream.COMPUTE, bucket.grads.sent)
-            self._transfer.uses(Stream.COMPUTE, writes=[bucket.grad])
-            bucket.shaped(bucket.grad, index).copy_(value)
+            self._transfer.uses(Stream.COMPUTE, writes=[bucket.memory[Item.GRAD]])
+            bucket.shaped(bucket.memory[Item.GRAD], index).copy_(value)
         if index in bucket.grads.summed:
-            assert bucket.parked is not None
-            self._transfer.uses(Stream.HOST, writes=[bucket.parked])
-            bucket.shaped(bucket.parked, index).copy_(value)
+            self._transfer.uses(Stream.HOST, writes=[bucket.memory[Item.PARKED]])
+            bucket.shaped(bucket.memory[Item.PARKED], index).copy_(value)
             self._transfer.wait(Stream.UP, self._transfer.record(Stream.HOST))
         bucket.grads.rewritten(index, *norms_of([value]))
 

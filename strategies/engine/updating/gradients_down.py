@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from deepstow.strategies.core.layout import Item
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
 from deepstow.strategies.engine.slots import Ring
 from deepstow.strategies.engine.transfer.transfer import Event, Stream, Transfer
@@ -46,11 +47,10 @@ class GradientsDown:
         leaving = sorted(bucket.grads.unsent)
         if not leaving:
             return
-        assert bucket.grad is not None
         if bucket.spec.grad_passes and self._accumulation == 1:  # the next bucket may take the slot at once
             measurable = [index for index in leaving if bucket.measures(index)]
             bucket.grads.measured(measurable, norms_of(bucket.gradients(measurable)))
-        source = bucket.own(bucket.grad)
+        source = bucket.own(bucket.memory[Item.GRAD])
         if bucket.spec.grad_split:
             self._keep(bucket, source)
         elif len(leaving) == len(bucket.params):
@@ -61,9 +61,9 @@ class GradientsDown:
 
     def _keep(self, bucket: BucketState, source: Tensor) -> None:
         """This rank keeps its span of the sum, so that the slot is free for others: on COMPUTE, as the update is."""
-        assert bucket.parked is not None
-        self._transfer.uses(Stream.COMPUTE, reads=[source], writes=[bucket.parked])
-        bucket.parked.copy_(source)
+        kept = bucket.memory[Item.PARKED]
+        self._transfer.uses(Stream.COMPUTE, reads=[source], writes=[kept])
+        kept.copy_(source)
         bucket.grads.send(sent=self._transfer.record(Stream.COMPUTE))
 
     def send_direct(self, bucket: BucketState, index: int, grad: Tensor) -> None:
@@ -82,8 +82,7 @@ class GradientsDown:
         transfer = self._transfer
         summed = frozenset(bucket.grads.summed)
         adds = not summed.isdisjoint(leaving)
-        target = bucket.arrival if adds else bucket.parked
-        assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
+        target = bucket.memory[Item.ARRIVAL if adds else Item.PARKED]
         if adds:
             transfer.wait(Stream.DOWN, *self._arrivals.take(target, bucket))
         elif self._parked.last(target) is not bucket:
@@ -115,16 +114,16 @@ class GradientsDown:
     def _add(
         self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
     ) -> Event:
-        assert bucket.parked is not None
+        parked = bucket.memory[Item.PARKED]
         self._transfer.host_wait(sent)
-        self._transfer.uses(Stream.HOST, reads=[arrival], writes=[bucket.parked])
+        self._transfer.uses(Stream.HOST, reads=[arrival], writes=[parked])
         for change, subset in (
             (torch._foreach_add_, summed.intersection(indices)),
             (torch._foreach_copy_, frozenset(indices) - summed),
         ):
             places = [slice(piece.at, piece.at + piece.size) for piece in bucket.pieces_in(subset)]
             if places:
-                change([bucket.parked[place] for place in places], [arrival[place] for place in places])
+                change([parked[place] for place in places], [arrival[place] for place in places])
         return self._transfer.record(Stream.HOST)
 
     def measure(self, bucket: BucketState) -> None:
@@ -132,9 +131,8 @@ class GradientsDown:
         touched, sent = sorted(bucket.grads.touched), bucket.grads.sent
 
         def norms() -> list[Tensor]:
-            assert bucket.parked is not None
             self._transfer.host_wait(sent)
-            return norms_of([bucket.shaped(bucket.parked, index) for index in touched])
+            return norms_of([bucket.shaped(bucket.memory[Item.PARKED], index) for index in touched])
 
         bucket.grads.host_norms = touched, self._worker.submit(bucket.index, norms)
 

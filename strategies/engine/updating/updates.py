@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from deepstow.strategies.core.formats import HOST_CHUNK
-from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Site
+from deepstow.strategies.core.layout import SCRATCH_ELEMENTS, Item, Site
 from deepstow.strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
 from deepstow.strategies.engine.memory.pieces import Chunk, Stretch, chunks_of, in_memory
 from deepstow.strategies.engine.ranks.replicas import OneRank
@@ -65,14 +65,12 @@ class GradientSlots:
 
     def last(self, bucket: BucketState) -> BucketState | None:
         """Whose gradients the slot of ``bucket`` had last."""
-        assert bucket.grad is not None
-        return self._ring.last(bucket.grad)
+        return self._ring.last(bucket.memory[Item.GRAD])
 
     def enter(self, bucket: BucketState, stream: Stream) -> None:
         """Let ``stream`` write the slot of ``bucket``, which may have it still."""
-        assert bucket.grad is not None
         if self.last(bucket) is not bucket:
-            self._transfer.wait(stream, *self._ring.take(bucket.grad, bucket))
+            self._transfer.wait(stream, *self._ring.take(bucket.memory[Item.GRAD], bucket))
         self._transfer.wait(stream, bucket.grads.sent)
 
     def _left(self, former: BucketState) -> Iterable[Event | None]:
@@ -123,14 +121,13 @@ class Updates:
         if bucket.pending is not Pending.DEVICE:
             return
         transfer = self._transfer
-        if bucket.visit is not None:
+        if Item.VISIT in bucket.memory:
             self._visit(bucket)
         if bucket.grads_on_host:
-            assert bucket.grad is not None and bucket.parked is not None
             self.gradient_slots.enter(bucket, Stream.UP)
             if bucket.grads.added is not None:
                 transfer.wait(Stream.UP, bucket.grads.added.result())
-            transfer.copy(Stream.UP, bucket.own(bucket.grad), bucket.parked)
+            transfer.copy(Stream.UP, bucket.own(bucket.memory[Item.GRAD]), bucket.memory[Item.PARKED])
         if not bucket.present and not bucket.spec.resident:  # last: UP waits until the home is free
             self._residency.claim(bucket)
             if not bucket.spec.mixed:  # in fp32 the weight is the master; else it is written from the master
@@ -139,8 +136,7 @@ class Updates:
         bucket.begin_visit(arrived=transfer.record(Stream.UP))
 
     def _visit(self, bucket: BucketState) -> None:
-        assert bucket.visit is not None
-        self._transfer.wait(Stream.UP, *self._visits.take(bucket.visit, bucket), bucket.stored)
+        self._transfer.wait(Stream.UP, *self._visits.take(bucket.memory[Item.VISIT], bucket), bucket.stored)
         for place, state in zip(_visit_views(bucket), bucket.states(), strict=True):
             self._transfer.copy(Stream.UP, place, state)
 
@@ -151,8 +147,9 @@ class Updates:
 
     def may_begin(self, bucket: BucketState) -> bool:
         """Whether no slot that ``begin`` needs is used by an update under way."""
-        users = [] if bucket.visit is None else [self._visits.last(bucket.visit)]
-        if bucket.grads_on_host and bucket.grad is not None:
+        visit = bucket.memory.get(Item.VISIT)
+        users = [] if visit is None else [self._visits.last(visit)]
+        if bucket.grads_on_host and Item.GRAD in bucket.memory:
             users.append(self.gradient_slots.last(bucket))
         return not any(user is not None and user.pending is Pending.VISITING for user in users)
 
@@ -168,13 +165,12 @@ class Updates:
 
     def _on_device(self, bucket: BucketState) -> None:
         job, transfer = bucket.job, self._transfer
-        assert job is not None and bucket.grad is not None
+        assert job is not None
         transfer.wait(Stream.COMPUTE, bucket.arrived, bucket.stored)
-        state = _visit_views(bucket) if bucket.visit is not None else bucket.states()
-        weight, grad = bucket.own(bucket.weight), bucket.own(bucket.grad)
-        if bucket.spec.grad_split:
-            assert bucket.parked is not None
-            grad = bucket.parked
+        visits = Item.VISIT in bucket.memory
+        state = _visit_views(bucket) if visits else bucket.states()
+        weight = bucket.own(bucket.weight)
+        grad = bucket.memory[Item.PARKED] if bucket.spec.grad_split else bucket.own(bucket.memory[Item.GRAD])
         transfer.uses(Stream.COMPUTE, reads=[grad], writes=[bucket.weight, *state])
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
         master, *moments = state if mixed else [weight, *state]
@@ -188,10 +184,10 @@ class Updates:
             bucket.round_stretch(weight, stretch)
         bucket.settled_on_device(used=transfer.record(Stream.COMPUTE))
         self._ranks.gather(bucket)
-        if bucket.visit is None and bucket.copy is None:
+        if not visits and bucket.copy is None:
             return
         transfer.wait(Stream.DOWN, bucket.used)
-        if bucket.visit is not None:
+        if visits:
             for place, target in zip(state, bucket.states(), strict=True):
                 transfer.copy(Stream.DOWN, target, place)
         if bucket.copy is not None:
@@ -213,9 +209,9 @@ class Updates:
         return updated, self._transfer.record(Stream.HOST)
 
     def _compute_on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> bool:
-        transfer, parked = self._transfer, bucket.parked
+        transfer = self._transfer
+        parked = bucket.memory[Item.PARKED]
         transfer.host_wait(*waits)
-        assert parked is not None
         if self._known_bad(job.scale):
             if bucket.parks_in_copy:  # the gradient has overwritten the weight
                 transfer.uses(Stream.HOST, writes=[parked])
@@ -225,7 +221,6 @@ class Updates:
             with stretch.at_hand(writes=True, behind=True):
                 self._apply_on_host(bucket, job, parked, stretch)
                 if bucket.spec.mixed:
-                    assert bucket.new is not None
                     transfer.uses(Stream.HOST, writes=[bucket.new])
                     bucket.round_stretch(bucket.new, stretch)
         return True
@@ -244,8 +239,7 @@ class Updates:
         bucket.settled_on_host()
         self._transfer.wait(Stream.UP, done)
         if bucket.spec.resident and updated:
-            source = bucket.parked if bucket.spec.mixed else bucket.master
-            assert source is not None
+            source = bucket.memory[Item.PARKED if bucket.spec.mixed else Item.MASTER]
             self._residency.receive(bucket, source)
 
     # --- both ------------------------------------------------------------------------------------------------------
@@ -266,8 +260,7 @@ class Updates:
         Moments that rest in less than fp32 are expanded for each call, and so are weights that are their own masters in
         bf16.
         """
-        counts = bucket.steps
-        assert counts is not None
+        counts = bucket.memory[Item.STEPS]
         most = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
         limit = most if scratch is None else scratch.numel()
         if bucket.zeros_stay:
@@ -320,5 +313,4 @@ class Updates:
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:
-    assert bucket.visit is not None
-    return list(bucket.visit.view(-1, bucket.spec.share))
+    return list(bucket.memory[Item.VISIT].view(-1, bucket.spec.share))
