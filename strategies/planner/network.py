@@ -84,6 +84,13 @@ class Cluster:
     across: Wire | None = None
     hidden: float = 0.0
 
+    @classmethod
+    def of(cls, rates: Rates, ranks: int, per_machine: int) -> Cluster:
+        """So many ranks, connected as ``rates`` say."""
+        rate = rates.net_across_bytes_per_s
+        across = Wire(rate, rates.net_across_latency_s) if rate else None
+        return cls(ranks, per_machine, Wire(rates.exchange_bytes_per_s(), rates.net_latency_s), across)
+
     def either_way(self) -> tuple[Cluster, ...]:
         """The same at the hopeful and at the careful end of what is known; empty if nothing goes across machines."""
         if self.across is None or self.ranks <= self.per_machine:
@@ -136,10 +143,8 @@ class Cluster:
 
 def cluster_of(facts: Facts, rates: Rates, ranks: int | None = None) -> Cluster:
     """The first so many ranks of the run, or all of them, and their network."""
-    count, rate = facts.run.world_size if ranks is None else ranks, rates.net_across_bytes_per_s
-    inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
-    across = Wire(rate, rates.net_across_latency_s) if rate else None
-    return Cluster(count, facts.machine.ranks or count, inside, across)
+    count = facts.run.world_size if ranks is None else ranks
+    return Cluster.of(rates, count, facts.machine.ranks or count)
 
 
 def straight(facts: Facts, rates: Rates, ranks: int) -> Wire:

@@ -26,7 +26,7 @@ from deepstow.strategies.planner.hybrid.degrees import Degrees, Known, Models, S
 from deepstow.strategies.planner.hybrid.search import Options, hybrid
 from deepstow.strategies.planner.hybrid.step_seconds import Pricing
 from deepstow.strategies.planner.lossy import words
-from deepstow.strategies.planner.network import Cluster, Wire
+from deepstow.strategies.planner.network import Cluster
 from deepstow.strategies.planner.step_cost import HIDDEN, NEAR, plan_cost, step_flops
 from deepstow.strategies.report import hybrid_table, run_budget
 from deepstow.strategies.report.run_budget import Asked, Step
@@ -183,19 +183,18 @@ def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster,
 
 def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
     """The ranks and their network. ConfigError: machines are not full, or the network across them is unknown."""
-    rate = rates.net_across_bytes_per_s if gigabits is None else across(gigabits)
+    if gigabits is not None:
+        rates = replace(rates, net_across_bytes_per_s=across(gigabits))
     several = ranks.world_size > ranks.local_world_size
     if ranks.world_size % ranks.local_world_size:
         what = f"{ranks.world_size} ranks do not fill machines of {ranks.local_world_size}"
         raise ConfigError(f"--ranks-per-machine {ranks.local_world_size}: {what}; give a number that divides them")
-    if several and rate is None:
+    if several and rates.net_across_bytes_per_s is None:
         raise ConfigError(
             f"nothing is known of the network across machines; give --network 200 (Gb/s of each rank), or "
             f"write net_across_bytes_per_s into {stored_at()}, which is never measured"
         )
-    inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
-    outside = Wire(rate, rates.net_across_latency_s) if rate is not None else None
-    return Cluster(ranks.world_size, ranks.local_world_size, inside, outside, HIDDEN)
+    return replace(Cluster.of(rates, ranks.world_size, ranks.local_world_size), hidden=HIDDEN)
 
 
 class Shares:
