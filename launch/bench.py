@@ -65,14 +65,14 @@ def parser() -> cli.Parser:
 
 
 def _add(
-    one: argparse.ArgumentParser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str
+    parser: argparse.ArgumentParser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str
 ) -> None:
     text = f"{text} (default {default or 'of the model'})"
-    one.add_argument(option, type=partial(parse, option), default=default, metavar=value, help=text)
+    parser.add_argument(option, type=partial(parse, option), default=default, metavar=value, help=text)
 
 
-def _add_choice(one: argparse.ArgumentParser, option: str, allowed: Iterable[str], default: str) -> None:
-    _add(one, option, partial(work.choice, allowed=allowed), default, "NAME", ", ".join(allowed))
+def _add_choice(parser: argparse.ArgumentParser, option: str, allowed: Iterable[str], default: str) -> None:
+    _add(parser, option, partial(work.choice, allowed=allowed), default, "NAME", ", ".join(allowed))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -460,7 +460,7 @@ class LayersFirst:
     def _stop_before(self, name: str) -> Callable[..., None]:
         stop = Stop(name, is_after=False)
 
-        def before(module: nn.Module, given: Any) -> None:
+        def before(module: nn.Module, args: Any) -> None:
             if self._task is not None:
                 self._hub.switch(stop)
 
@@ -469,7 +469,7 @@ class LayersFirst:
     def _stop_after(self, name: str) -> Callable[..., Any]:
         stop = Stop(name, is_after=True)
 
-        def after(module: nn.Module, given: Any, output: Any) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
             task = self._task
             if task is None:
                 return None
@@ -517,9 +517,9 @@ def _same(before: Any, after: Any) -> bool:
     return repr(before) == repr(after) if isinstance(before, tuple) else bool(before == after)
 
 
-def _shape_of(given: Any) -> Hashable:
+def _shape_of(value: Any) -> Hashable:
     """Equal for what a model is given where shapes, dtypes and plain values are."""
-    leaves, structure = tree_flatten(given)
+    leaves, structure = tree_flatten(value)
     kinds = [(*leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return repr(structure), repr([kind if type(kind) in (*PLAIN, tuple) else type(kind) for kind in kinds])
 

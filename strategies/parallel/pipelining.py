@@ -60,8 +60,8 @@ class _Part(nn.Module):
             for number, weight in enumerate(pipeline.stage.parameters(part)):
                 self.register_parameter(str(number), weight)
 
-    def forward(self, given: Tensor, number: Tensor) -> Tensor:
-        return self._run(self._part, None if self._part == 0 else given, int(number))
+    def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
+        return self._run(self._part, None if self._part == 0 else hidden, int(number))
 
 
 class Pipeline:

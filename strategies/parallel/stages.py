@@ -65,9 +65,9 @@ class Zeros(nn.Module):
         self.dtype = weight.dtype
         self.is_embedding = isinstance(original, nn.Embedding)
 
-    def forward(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shape = given.shape if self.is_embedding else given.shape[:-1]
-        return torch.zeros(*shape, self.size, dtype=self.dtype, device=given.device)
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shape = hidden.shape if self.is_embedding else hidden.shape[:-1]
+        return torch.zeros(*shape, self.size, dtype=self.dtype, device=hidden.device)
 
 
 @dataclass(frozen=True, slots=True)

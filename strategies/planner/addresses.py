@@ -118,9 +118,9 @@ def slot_pools(layout: Layout) -> Iterator[SlotPool]:
     return _pools(layout, all_needs(layout))
 
 
-def _pools(layout: Layout, found: Iterable[Need]) -> Iterator[SlotPool]:
+def _pools(layout: Layout, needs: Iterable[Need]) -> Iterator[SlotPool]:
     members: dict[Item, list[Need]] = {}
-    for need in found:
+    for need in needs:
         if need.passes and need.item is not Item.WEIGHT:
             members.setdefault(need.item, []).append(need)
     for item, passing in members.items():

@@ -114,12 +114,12 @@ def _points(
     yield from _best_of(len(ladder), lambda index: make(family.streamed(placement_at(index))), order)
 
 
-def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:
-    """The point at which ``some`` weights are offloaded."""
+def _point(family: Places, placement: Placement, offloaded: Sequence[Movable]) -> _Point:
+    """The point at which the weights ``offloaded`` are."""
     sizes = family.sizes(placement)
-    device = sizes.weights + sizes.rest + bool(some) * sizes.codes - freed(some)
-    host = sizes.host + sum(weight.copy_bytes for weight in some)
-    indices = tuple(weight.index for weight in some)
+    device = sizes.weights + sizes.rest + bool(offloaded) * sizes.codes - freed(offloaded)
+    host = sizes.host + sum(weight.copy_bytes for weight in offloaded)
+    indices = tuple(weight.index for weight in offloaded)
     return _Point(family, placement, indices, {Tier.DEVICE: device, Tier.HOST: host})
 
 

@@ -281,13 +281,13 @@ class Places:
         """Buckets whose weights may be offloaded."""
         return [index for index in self._may_leave if self.may_leave(index, placement[index])]
 
-    def may_leave(self, index: int, at: Place) -> bool:
+    def may_leave(self, index: int, place: Place) -> bool:
         """Whether the weight of a bucket may be offloaded from there."""
-        return index in self._may_leave and (at.site is not Site.DEVICE or index in self._leave_anyway)
+        return index in self._may_leave and (place.site is not Site.DEVICE or index in self._leave_anyway)
 
-    def hosted(self, index: int, at: Place) -> int:
+    def hosted(self, index: int, place: Place) -> int:
         """Bytes of the host that a bucket whose weight is away has outside of slots."""
-        cost = self._costs(self._like[index], at)
+        cost = self._costs(self._like[index], place)
         return cost.host + cost.copy
 
     def layout(self, placement: Placement) -> Layout:

@@ -67,9 +67,9 @@ def spilled(places: Places, placement: Placement, host_room: float) -> Placement
 
 
 @cache
-def _resting(at: Place, *, state: bool, copy: bool) -> Place:
-    """``at`` with its state, or its frozen weight, on the disk (``state``), and its trained weight (``copy``)."""
-    return at._replace(on_disk=state, copy_on_disk=copy)
+def _resting(place: Place, *, state: bool, copy: bool) -> Place:
+    """``place`` with its state, or its frozen weight, on the disk (``state``), and its trained weight (``copy``)."""
+    return place._replace(on_disk=state, copy_on_disk=copy)
 
 
 def _moves(places: Places, layout: Layout, none: Placement) -> Iterator[tuple[int, bool, int]]:

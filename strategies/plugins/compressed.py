@@ -223,20 +223,22 @@ class Compressed:
     def _keeps(self) -> bool:
         return self.compression.owes or self.compression.local_steps > 0
 
-    def _fill(self, found: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
+    def _fill(self, tensors: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
         steps, buckets = int(numbers["steps"]), {int(key): list(names) for key, names in numbers["buckets"].items()}
         codec = self._codec
         if isinstance(codec, PowerSGDState):
             kind, keys, *position = numbers["random"]
             codec.rng.set_state((kind, np.array(keys, np.uint32), *position))
-            for name, tensor in found.items():
+            for name, tensor in tensors.items():
                 label, _, index = name.partition(".")
                 getattr(codec, BY_BUCKET[label])[int(index)] = tensor.to(self._device)
             codec.iter = steps
         else:
-            if {name: owed.shape for name, owed in found.items()} != {n: owed.shape for n, owed in codec.state.items()}:
+            if {name: owed.shape for name, owed in tensors.items()} != {
+                n: owed.shape for n, owed in codec.state.items()
+            }:
                 raise ValueError
-            for name, tensor in found.items():
+            for name, tensor in tensors.items():
                 codec.state[name].copy_(tensor)
         self._steps = steps
         self._buckets = buckets

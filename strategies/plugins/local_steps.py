@@ -57,9 +57,9 @@ class _Plain:
         inner = self._optimizer.state[self._params[name]]
         return {key: value for key, value in inner.items() if isinstance(value, Tensor)}
 
-    def write_state(self, name: str, found: Mapping[str, Tensor]) -> None:
+    def write_state(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         for key, tensor in self.state(name).items():
-            tensor.copy_(found[key])
+            tensor.copy_(tensors[key])
 
 
 class _Stowed(_Plain):
@@ -82,8 +82,8 @@ class _Stowed(_Plain):
         state = self._optimizer.access.state_of(self._params[name])
         return {key: value for key, value in state.items() if key != MASTER}
 
-    def write_state(self, name: str, found: Mapping[str, Tensor]) -> None:
-        self._optimizer.access.set_state(self._params[name], found)
+    def write_state(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self._optimizer.access.set_state(self._params[name], tensors)
 
 
 def _batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -183,16 +183,16 @@ class LocalSteps(Compressed):
             yield from ((f"{name}.momentum", self._momenta[name]), (f"{name}.weight", self._inner.weight(name)))
             yield from ((f"{name}.inner.{key}", value) for key, value in self._inner.state(name).items())
 
-    def _fill(self, found: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
+    def _fill(self, tensors: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
         """Weights and the inner state wait for ``resumed``."""
         targets = {f"{name}.momentum": tensor for name, tensor in self._momenta.items()}
         targets |= self._codec.state if self._codec is not None else {}
         weights = {f"{name}.weight": outer for name, outer in self._outer.items()}
-        if any(found[name].shape != tensor.shape for name, tensor in (targets | weights).items()):
+        if any(tensors[name].shape != tensor.shape for name, tensor in (targets | weights).items()):
             raise ValueError
         for name, tensor in targets.items():
-            tensor.copy_(found[name])
-        self._found, self._steps = found, int(numbers["steps"])
+            tensor.copy_(tensors[name])
+        self._found, self._steps = tensors, int(numbers["steps"])
 
     @torch.no_grad()
     def resumed(self) -> None:

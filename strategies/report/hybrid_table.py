@@ -36,9 +36,9 @@ class Scale:
     def mfu(self, seconds: float) -> float | None:
         return self.seconds_at_peak and self.seconds_at_peak / seconds
 
-    def rates(self, found: Found) -> str:
-        """Where the least certain rate is from on which the seconds of ``found`` depend."""
-        return ASSUMED if found.assumed else self.origin
+    def rates(self, row: Found) -> str:
+        """Where the least certain rate is from on which the seconds of ``row`` depend."""
+        return ASSUMED if row.assumed else self.origin
 
 
 def lines(
@@ -67,8 +67,8 @@ def lines(
     yield from (f"  {line}" for line in write)
 
 
-def _cells(found: Found, scale: Scale) -> tuple[str, ...]:
-    degrees, seconds = found.degrees, found.price.seconds
+def _cells(row: Found, scale: Scale) -> tuple[str, ...]:
+    degrees, seconds = row.degrees, row.price.seconds
     mfu = scale.mfu(seconds)
     return (
         shape(degrees),
@@ -78,13 +78,13 @@ def _cells(found: Found, scale: Scale) -> tuple[str, ...]:
         str(degrees.micro_batch),
         str(degrees.micro_batches),
         f"{seconds:.4g}",
-        "-".join(f"{end:.3g}" for end in found.between),
-        scale.rates(found) + " *" * (not found.settled),
+        "-".join(f"{end:.3g}" for end in row.between),
+        scale.rates(row) + " *" * (not row.settled),
         f"{scale.tokens / scale.ranks / seconds:,.0f}",
         "-" if mfu is None else f"{mfu:.0%}",
-        human(found.bytes.device),
-        human(found.bytes.host),
-        found.price.binds,
+        human(row.bytes.device),
+        human(row.bytes.host),
+        row.price.binds,
     )
 
 

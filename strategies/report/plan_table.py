@@ -101,13 +101,13 @@ def lines(plan: Plan) -> list[str]:
     return table_lines + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
 
 
-def _cells(some: Sequence[Row]) -> tuple[str, ...]:
+def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
     """One row of the table for rows of units that are alike, at one tier and split in one way."""
-    sums = {kind.value: sum(row.num_bytes for row in some if row.tensors == kind.value) for kind in Kind}
-    share = "all" if some[0].shards == 1 else f"1/{some[0].shards}"
-    why = "; ".join(dict.fromkeys(row.reason for row in some))
+    sums = {kind.value: sum(row.num_bytes for row in rows if row.tensors == kind.value) for kind in Kind}
+    share = "all" if rows[0].shards == 1 else f"1/{rows[0].shards}"
+    why = "; ".join(dict.fromkeys(row.reason for row in rows))
     sizes = (human(size) if size else "" for size in sums.values())
-    return (_span([row.unit for row in some]), some[0].tier.value, share, *sizes, some[0].decided_by, why)
+    return (_span([row.unit for row in rows]), rows[0].tier.value, share, *sizes, rows[0].decided_by, why)
 
 
 def _span(units: Iterable[str]) -> str:
@@ -125,8 +125,8 @@ def order_of(plan: Plan) -> list[str]:
 
 
 def _saved_line(plan: Plan, tier: Tier, saved: dict[UnitKind, list[Row]]) -> str:
-    def total(some: Iterable[Row]) -> str:
-        return human(sum(row.num_bytes for row in some))
+    def total(rows: Iterable[Row]) -> str:
+        return human(sum(row.num_bytes for row in rows))
 
     every = [row for of_kind in saved.values() for row in of_kind]
     parts = ", ".join(f"{_span(row.unit for row in of_kind)} {total(of_kind)}" for of_kind in saved.values())
@@ -289,25 +289,29 @@ def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
     yield f"gradients of {ranks} ranks are added: {words}"
 
 
-def _bucket_cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) -> tuple[str, ...]:
-    first, last = some[0], some[-1]
-    name = first.name if len(some) == 1 else f"{first.name} to {last.name} ({len(some)})"
-    spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in some]
+def _bucket_cells(buckets: Sequence[Bucket], layout: Layout, addresses: Addresses) -> tuple[str, ...]:
+    first, last = buckets[0], buckets[-1]
+    name = first.name if len(buckets) == 1 else f"{first.name} to {last.name} ({len(buckets)})"
+    spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in buckets]
     where = f"{human(min(s.offset for s in spots))} to {human(max(s.end for s in spots))}"
     how = ", shared" * first.grad_split + ", without a slot" * first.grad_direct
     at = "the update takes them" if first.grad_taken else f"on the {first.grad_tier.value}"
     waits = "" if first.site is Site.NONE else f"{at}{how}"
-    total = human(sum(bucket.weight_bytes for bucket in some))
-    return (name, total, UPDATES[first.site], waits, _travels(some, layout), where)
+    total = human(sum(bucket.weight_bytes for bucket in buckets))
+    return (name, total, UPDATES[first.site], waits, _travels(buckets, layout), where)
 
 
-def _travels(some: Sequence[Bucket], layout: Layout) -> str:
-    if some[0].resident:
+def _travels(buckets: Sequence[Bucket], layout: Layout) -> str:
+    if buckets[0].resident:
         return "stay"
-    forward, backward = zip(*(leads(bucket, layout) for bucket in some), strict=True)
+    forward, backward = zip(*(leads(bucket, layout) for bucket in buckets), strict=True)
     ticks, turn = ticks_of(layout.units), layout.num_ticks // 2
-    come = "come" + " from the disk" * some[0].weight_on_disk + f" in {some[0].frozen_as}" * bool(some[0].frozen_as)
-    if all(uses(bucket, ticks)[-1] < turn for bucket in some):
+    come = (
+        "come"
+        + " from the disk" * buckets[0].weight_on_disk
+        + f" in {buckets[0].frozen_as}" * bool(buckets[0].frozen_as)
+    )
+    if all(uses(bucket, ticks)[-1] < turn for bucket in buckets):
         return f"{come} {_numbers(forward)} ticks ahead in forward"
     return f"{come} {_numbers(forward)} ticks ahead in forward, {_numbers(backward)} in backward"
 

@@ -191,20 +191,20 @@ def effects(plan: Plan, asked: Collection[str] = ()) -> dict[str, str]:
     return ordered | {name: f"nothing to do: {why}" for name, why in plan.idle.items() if name in asked}
 
 
-def _effect(plan: Plan, some: Sequence[Decision]) -> str:
+def _effect(plan: Plan, decisions: Sequence[Decision]) -> str:
     """What one strategy's decisions come to; empty if it is all part of what another one does."""
-    if any(isinstance(decision, Stow) for decision in some):
+    if any(isinstance(decision, Stow) for decision in decisions):
         assert plan.layout is not None
         return "; ".join(_stowed(plan, plan.layout))
-    if any(isinstance(decision, Place) for decision in some):
+    if any(isinstance(decision, Place) for decision in decisions):
         return ""
-    if divided := {share.kind: share.shards for share in some if isinstance(share, Share) and share.shards > 1}:
+    if divided := {share.kind: share.shards for share in decisions if isinstance(share, Share) and share.shards > 1}:
         kinds = dict.fromkeys(WORDS[kind] for kind in Kind if kind in divided)
         return f"each of {max(divided.values())} ranks holds its part of {_and(*kinds)}"
-    if chunks := [keep for keep in some if isinstance(keep, Keep) and keep.policy == CHUNKS]:
+    if chunks := [keep for keep in decisions if isinstance(keep, Keep) and keep.policy == CHUNKS]:
         freed = sum(plan.facts.unit(keep.unit).saved_bytes - keep.saved_bytes for keep in chunks)
         return f"the loss is computed by chunks, which frees {human(freed)} of the device"
-    reasons = (decision.reason for decision in some if not isinstance(decision, Keep) and decision.reason)
+    reasons = (decision.reason for decision in decisions if not isinstance(decision, Keep) and decision.reason)
     words = next(iter(dict.fromkeys(reasons)), "")
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 3]}..."
 

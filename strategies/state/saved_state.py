@@ -137,14 +137,14 @@ class Weights:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_part(folder: Path, holder: Holder, more: Iterable[Span], *, rank: int, ranks: int, hashed: bool) -> None:
-    """Write what this rank holds, and ``more``, into ``folder``, which exists."""
+def write_part(folder: Path, holder: Holder, further: Iterable[Span], *, rank: int, ranks: int, hashed: bool) -> None:
+    """Write what this rank holds, and ``further`` spans, into ``folder``, which exists."""
     described: dict[str, Described] = {}
     all_spans: list[Span] = []
     for name, parameter, own_spans in holder.entries():
         described[name] = parameter
         all_spans += own_spans
-    for span in more:
+    for span in further:
         all_spans.append(span)
         former = described.get(span.name, Described(span.shape, _name_of(span.tensor), {}, {}))
         tensors = {**former.tensors, span.kind: span.shape}

@@ -86,12 +86,12 @@ Function = Annotated[
 ]
 
 
-def _has_class(given: Any) -> Any:
+def _has_class(callback: Any) -> Any:
     """A callback: a reference, or a mapping with one under ``class``."""
-    name = given.get("class") if isinstance(given, dict) else given
+    name = callback.get("class") if isinstance(callback, dict) else callback
     if not (isinstance(name, str) and re.fullmatch(REFERENCE, name)):
         raise ValueError(f"must be {CALLBACKS}")
-    return given
+    return callback
 
 
 CALLBACKS = "a list, each module:Class or a mapping {class: module:Class, ARGUMENT: VALUE, ...}"

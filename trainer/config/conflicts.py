@@ -83,9 +83,9 @@ def of_recipes(recipes: Sequence[Recipe], sections: Mapping[str, Values]) -> Fou
         yield from recipe.conflicts(sections)
 
 
-def faults(sections: Mapping[str, Values], found: Iterable[tuple[str, str]]) -> list[Fault]:
-    """What was ``found``, with the value of each key."""
-    return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
+def faults(sections: Mapping[str, Values], problems: Iterable[tuple[str, str]]) -> list[Fault]:
+    """The faults that ``problems`` say, each with the value of its key."""
+    return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in problems]
 
 
 def _value(sections: Mapping[str, Any], key: str) -> Any:

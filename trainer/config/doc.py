@@ -63,9 +63,9 @@ def _linked(text: str, page: str, docs: Path) -> str:
     """``text`` with the pages that it names, as in "see deepstow docs attention", as links from ``page``."""
     paths = {path.stem: path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
 
-    def link(found: re.Match[str]) -> str:
-        name = Path(found[0].split()[-1]).stem
-        shown = found[0] if found[0].startswith("deepstow") else name
+    def link(match: re.Match[str]) -> str:
+        name = Path(match[0].split()[-1]).stem
+        shown = match[0] if match[0].startswith("deepstow") else name
         return f"[{shown}]({'../' * page.count('/')}{paths[name]})"
 
     return MENTION.sub(link, text)

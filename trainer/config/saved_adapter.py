@@ -99,11 +99,11 @@ def _read(folder: Path) -> dict[str, Any] | str:
     return saved
 
 
-def _same(saved: Mapping[str, Any], name: str, given: Any) -> bool:
-    default = LoraSection.model_fields[name].default if name in LoraSection.model_fields else given
+def _same(saved: Mapping[str, Any], name: str, wanted: Any) -> bool:
+    default = LoraSection.model_fields[name].default if name in LoraSection.model_fields else wanted
     saved_value = saved.get(name, default)
-    lists = isinstance(saved_value, list) and isinstance(given, list)
-    return sorted(map(str, saved_value)) == sorted(map(str, given)) if lists else bool(saved_value == given)
+    lists = isinstance(saved_value, list) and isinstance(wanted, list)
+    return sorted(map(str, saved_value)) == sorted(map(str, wanted)) if lists else bool(saved_value == wanted)
 
 
 def _differs(saved: Mapping[str, Any], name: str, folder: Path) -> str:

@@ -209,12 +209,12 @@ class Encoder:
         return Document(ids[:limit], labels[:limit], len(ids) - limit)
 
 
-def refuse_unknown(given: Mapping[str, str], fields: Sequence[str], who: str) -> None:
-    """Raise DataError if ``data.columns`` has a field that ``who`` does not have."""
-    for name in given:
+def refuse_unknown(columns: Mapping[str, str], fields: Sequence[str], owner: str) -> None:
+    """Raise DataError if ``data.columns`` has a field that its ``owner``, named in the message, does not."""
+    for name in columns:
         if name not in fields:
             allowed = ", ".join(fields)
-            raise DataError(f"data.columns: {who} has no field {name!r}; it has {allowed}{nearest(name, fields)}")
+            raise DataError(f"data.columns: {owner} has no field {name!r}; it has {allowed}{nearest(name, fields)}")
 
 
 def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:

@@ -67,7 +67,7 @@ class Txt(Reader):
 
     name = ".txt"
 
-    def rows(self, path: Path, wanted: Collection[str]) -> Numbered:
+    def rows(self, path: Path, columns: Collection[str]) -> Numbered:
         text = _utf8(path.read_bytes(), str(path))
         if text.strip():
             yield 1, {"text": text}
@@ -79,7 +79,7 @@ class Jsonl(Reader):
 
     name = ".jsonl"
 
-    def rows(self, path: Path, wanted: Collection[str]) -> Numbered:
+    def rows(self, path: Path, columns: Collection[str]) -> Numbered:
         yield from _lines(path)
 
     def count(self, path: Path) -> int | None:
@@ -93,7 +93,7 @@ class Json(Reader):
 
     name = ".json"
 
-    def rows(self, path: Path, wanted: Collection[str]) -> Numbered:
+    def rows(self, path: Path, columns: Collection[str]) -> Numbered:
         with path.open("rb") as file:
             head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not head.startswith(b"["):  # the other thing people call .json: one object per line
@@ -112,7 +112,7 @@ class Csv(Reader):
 
     name = ".csv"
 
-    def rows(self, path: Path, wanted: Collection[str]) -> Numbered:
+    def rows(self, path: Path, columns: Collection[str]) -> Numbered:
         csv.field_size_limit(2**31 - 1)  # the default of 128 KiB refuses ordinary documents
         with path.open("rb") as file:
             lines = (_utf8(raw, str(path), number) for number, raw in enumerate(file, start=1))

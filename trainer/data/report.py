@@ -150,9 +150,9 @@ class Tally:
         return "; ".join([f"{self.name}: {self.rows:,} rows tokenised", *notes])
 
 
-def content(max_length: int, made: Iterable[tuple[list[Tally], list[str]]]) -> dict[str, Any]:
-    """What is kept of what was ``made``: each source, and the lines about the files that were written."""
-    sides, lines = zip(*made, strict=True)
+def content(max_length: int, parts: Iterable[tuple[list[Tally], list[str]]]) -> dict[str, Any]:
+    """What is kept: each source's tallies, and the lines about the files that were written."""
+    sides, lines = zip(*parts, strict=True)
     sources = [
         {"line": tally.line(), "lengths": dict(sorted(tally.lengths.items()))} for side in sides for tally in side
     ]

@@ -40,12 +40,12 @@ class Row(NamedTuple):
     values: Mapping[str, Any] | str
 
 
-def _read_pydoc(name: str, wanted: Collection[str]) -> Numbered:
+def _read_pydoc(name: str, columns: Collection[str]) -> Numbered:
     yield from pydoc_rows.rows(name)
 
 
-def _read_arrow(dataset: Any, wanted: Collection[str]) -> Numbered:
-    names = [name for name in dataset.column_names or () if name in wanted]
+def _read_arrow(dataset: Any, columns: Collection[str]) -> Numbered:
+    names = [name for name in dataset.column_names or () if name in columns]
     yield from enumerate(map(plain, dataset.select_columns(names) if names else dataset), start=1)
 
 
@@ -74,10 +74,10 @@ class Source:
         if unread := [name for name in self.tables[0].columns if name not in columns]:
             say(f"data: {self.name}: columns that are not read: {', '.join(unread)}")
 
-    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
-        """All rows, each with at least the columns that are ``wanted``, where it has them."""
+    def rows(self, columns: Collection[str]) -> Iterator[Row]:
+        """All rows, each with at least these ``columns``, where it has them."""
         for table in self.tables:
-            for number, values in table.read(wanted):
+            for number, values in table.read(columns):
                 yield Row(f"{table.name}:{number}", values)
 
 

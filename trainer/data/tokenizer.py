@@ -94,7 +94,7 @@ def trained(
     return tokenizer
 
 
-def _home(folder: Path, asked: dict[str, Any], *, resumes: bool) -> tuple[Path, dict[str, Any]]:
+def _home(folder: Path, request: dict[str, Any], *, resumes: bool) -> tuple[Path, dict[str, Any]]:
     """Where the tokenizer that is asked for is, or will be, and what its manifest says; that of a run which is resumed
     may be of other texts, or of a release that named none.
     """
@@ -103,13 +103,13 @@ def _home(folder: Path, asked: dict[str, Any], *, resumes: bool) -> tuple[Path, 
         with suppress(Damaged):
             manifests[home] = dict(read(home, KIND).about)
     for home, about in manifests.items():
-        if about == asked:
-            return home, asked
+        if about == request:
+            return home, request
     for home, about in manifests.items():
-        if resumes and about.get("vocab_size") == asked["vocab_size"]:
+        if resumes and about.get("vocab_size") == request["vocab_size"]:
             return home, about
     usual = folder / "tokenizer"
-    return (folder / f"tokenizer-{digest_of(asked)[:8]}" if usual in manifests else usual), asked
+    return (folder / f"tokenizer-{digest_of(request)[:8]}" if usual in manifests else usual), request
 
 
 def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:

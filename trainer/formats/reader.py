@@ -22,8 +22,8 @@ class Reader:
     name: str
 
     @needed
-    def rows(self, path: Path, wanted: Collection[str]) -> Numbered:
-        """Each row with at least the columns that are ``wanted``, where it has them; if none are, the names in the
+    def rows(self, path: Path, columns: Collection[str]) -> Numbered:
+        """Each row with at least these ``columns``, where it has them; if there are none, the names in the
         first row are all that is read. DataError: the file cannot be read at all.
         """
         raise NotImplementedError

@@ -260,11 +260,13 @@ def save(path: Path, stored: StoredRates) -> None:
     replace_file(path, FILE.dump_json(stored, indent=1))
 
 
-def load(path: Path, here: MachineKey) -> StoredRates:
-    """What is stored in ``path`` if it was measured on ``here``; empty if there is no file."""
+def load(path: Path, machine: MachineKey) -> StoredRates:
+    """What is stored in ``path`` if it was measured on ``machine``; empty if there is no file."""
     stored, ignored = kept(path, FILE, "a machine profile")
-    key = here if stored is None else stored.key
-    if different := [f"{name} {key.get(name)}, here {value}" for name, value in here.items() if key.get(name) != value]:
+    key = machine if stored is None else stored.key
+    if different := [
+        f"{name} {key.get(name)}, here {value}" for name, value in machine.items() if key.get(name) != value
+    ]:
         ignored = f"{path} is ignored: measured with {', '.join(different)}"
     if ignored:
         return StoredRates(ignored=f"{ignored}; to measure again: {COMMAND}")

@@ -107,10 +107,10 @@ def keys_of(built: PretrainedConfig) -> set[str]:
     return {*vars(kind()), *kind.attribute_map, *getattr(kind, "__dataclass_fields__", ())}
 
 
-def _unknown(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
+def _unknown(tree: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
     keys = keys_of(built)
     # Others were consumed by the class.
-    unknown = [key for key, value in given.items() if key not in keys and key in vars(built) and value is not None]
+    unknown = [key for key, value in tree.items() if key not in keys and key in vars(built) and value is not None]
     if unknown:
         keys |= read_by_model(built)
     for key in unknown:
@@ -135,8 +135,8 @@ def read_by_model(built: PretrainedConfig) -> set[str]:
     return set()
 
 
-def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
-    for key, value in given.items():
+def _impossible(tree: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
         if key in POSITIVE and isinstance(value, int) and value < 1:
             yield key, f"must be a whole number >= 1 and <= {most_of(key)}"
         if key in ABOVE_0 and isinstance(value, int | float) and not value > 0:
@@ -144,8 +144,8 @@ def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[t
     sizes = {name: value for name in POSITIVE if isinstance(value := getattr(built, name, None), int) and value > 0}
     heads = next((sizes[name] for name in HEADS if name in sizes), 1)
     width = next((sizes[name] for name in WIDTHS if name in sizes), heads)
-    derived = "head_dim" not in given and sizes.get("head_dim", width // heads) == width // heads
-    for key in given:
+    derived = "head_dim" not in tree and sizes.get("head_dim", width // heads) == width // heads
+    for key in tree:
         if key in HEADS and derived and width % heads:
             yield key, f"must divide the model's width, which is {width}"
         if key == GROUPS and key in sizes and heads % sizes[key]:

@@ -253,8 +253,8 @@ class Counter(TorchDispatchMode):
             forward.calls.append((name, work, kept_outputs, [tensor._version for tensor in kept_outputs]))
         return out
 
-    def _count(self, name: str, by: int, *_: Any) -> None:
-        self._inside[name] = self._inside.get(name, 0) + by
+    def _count(self, name: str, number: int, *_: Any) -> None:
+        self._inside[name] = self._inside.get(name, 0) + number
 
     def _look(self, inputs: Iterable[Tensor], *, looks_up: bool) -> None:
         """Check the tensors that an operator reads, which may look rows up in them and do nothing else."""

@@ -64,10 +64,10 @@ def refuse(name_or_path: str) -> None:
                 raise ConfigError(f"{said}: it holds adapters ({OF_ADAPTERS}); {what}")
 
 
-def refuse_files(folder: Path, said: str) -> None:
-    """Raise ConfigError for what has the name of a file that libraries read, and is none; ``said`` names the key."""
+def refuse_files(folder: Path, key: str) -> None:
+    """Raise ConfigError, at ``key``, for what has the name of a file that libraries read, and is none."""
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        _refuse_file(path, said)
+        _refuse_file(path, key)
 
 
 def refuse_config(tree: Mapping[str, Any], place: str) -> None:
@@ -121,50 +121,50 @@ def _without(folder: Path) -> str:
     )
 
 
-def _refuse_file(path: Path, said: str) -> None:
+def _refuse_file(path: Path, key: str) -> None:
     """Raise ConfigError if ``path`` has the ending of what libraries read, and is nothing that could be read."""
     if path.suffix not in READ:
         return
     try:
         status = path.stat()
     except OSError as error:
-        raise ConfigError(f"{said}: {path.name} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{key}: {path.name} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise ConfigError(f"{said}: {path.name} is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, and no file")
+        raise ConfigError(f"{key}: {path.name} is {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}, and no file")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{said}: {path.name} may not be read")
+        raise ConfigError(f"{key}: {path.name} may not be read")
     if path.suffix != ".safetensors" and status.st_size > MOST_TEXT:
-        raise ConfigError(f"{said}: {path.name} has {human(status.st_size)}, and no such file has over 1 GiB")
+        raise ConfigError(f"{key}: {path.name} has {human(status.st_size)}, and no such file has over 1 GiB")
 
 
-def _object(path: Path, said: str) -> dict[str, Any]:
+def _object(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in a file. Raise ConfigError if there is none."""
     if path.name == CONFIG and (size := path.stat().st_size) > MOST_CONFIG:
-        raise ConfigError(f"{said}: {CONFIG} has {human(size)}, and no configuration has over {human(MOST_CONFIG)}")
+        raise ConfigError(f"{key}: {CONFIG} has {human(size)}, and no configuration has over {human(MOST_CONFIG)}")
     try:
         tree = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
-        raise ConfigError(f"{said}: {path.name} is no JSON: {why}") from None
+        raise ConfigError(f"{key}: {path.name} is no JSON: {why}") from None
     except OSError as error:
-        raise ConfigError(f"{said}: {path.name} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{key}: {path.name} cannot be read: {error.strerror}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{said}: {path.name} must be a JSON object, not {type(tree).__name__}")
+        raise ConfigError(f"{key}: {path.name} must be a JSON object, not {type(tree).__name__}")
     return tree
 
 
-def _shards(index: Mapping[str, Any], said: str, name: str) -> list[str]:
+def _shards(index: Mapping[str, Any], key: str, name: str) -> list[str]:
     """The files that an index of this ``name`` names. Raise ConfigError for one that is not in its folder, or is of
     another kind.
     """
     places, suffix = index.get("weight_map"), name.removesuffix(".index.json").rpartition(".")[2]
     if not isinstance(places, dict) or not places or not isinstance(index.get("metadata"), dict):
-        raise ConfigError(f"{said}: {name} must have metadata, and a weight_map from tensors to files")
+        raise ConfigError(f"{key}: {name} must have metadata, and a weight_map from tensors to files")
     for tensor, file in places.items():
         if not isinstance(file, str) or PurePosixPath(file).name != file or not file.endswith(f".{suffix}"):
             what = f"must be the name of a .{suffix} file in the same folder"
-            raise ConfigError(f"{said}: {name}: weight_map.{tensor} = {file!r}: {what}")
+            raise ConfigError(f"{key}: {name}: weight_map.{tensor} = {file!r}: {what}")
     return sorted(set(places.values()))
 
 

@@ -129,12 +129,12 @@ def pour(
         buffer.copy_(of_first(value.to(buffer.device)))
 
 
-def _draw(model: PreTrainedModel, wanted: Collection[str], seed: int, give: Give) -> None:
-    """Initialise ``wanted`` with random weights. Afterwards other parameters have no memory."""
+def _draw(model: PreTrainedModel, names: Collection[str], seed: int, give: Give) -> None:
+    """Initialise ``names`` with random weights. Afterwards other parameters have no memory."""
     absent: dict[int, _Absent] = {}
     for name, param in list(model.named_parameters(remove_duplicate=False)):  # tied ones apart: each has its own draw
         drawn = put(model, name, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
-        if name not in wanted:
+        if name not in names:
             drawn.untyped_storage().resize_(0)
             absent[drawn.untyped_storage()._cdata] = _Absent(name, drawn)
     _allocate_buffers(model)
@@ -193,13 +193,13 @@ class _Turns(TorchDispatchMode):
 
 def _read(
     model: PreTrainedModel,
-    wanted: Collection[str],
+    names: Collection[str],
     tied: Mapping[str, str],
     name_or_path: str,
     give: Give,
     shards: Mapping[str, Shard],
 ) -> dict[str, Tensor]:
-    """Read ``wanted`` and buffers from the files of a saved model; returns the rows of ``shards``. Raise NotInParts
+    """Read ``names`` and buffers from the files of a saved model; returns the rows of ``shards``. Raise NotInParts
     before anything is read.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -217,10 +217,10 @@ def _read(
         param._is_hf_initialized = True  # type: ignore[attr-defined]
         if name in shards:
             cut[name] = saved[name].read(param.dtype, shards[name].rows)
-        elif name in wanted:
+        elif name in names:
             filled = put(model, name, nn.Parameter(saved[name].read(param.dtype), param.requires_grad))
             filled._is_hf_initialized = True
-        elif not wanted:  # who keeps nothing in the model is given all, and a stage reads no more than its own
+        elif not names:  # who keeps nothing in the model is given all, and a stage reads no more than its own
             give(name, saved[name].read(param.dtype))
     _allocate_buffers(model)
     for name, buffer in model.named_buffers():

@@ -176,9 +176,9 @@ def rows_in_files(name_or_path: str) -> dict[str, Callable[[slice], Tensor]]:
 def _made(model: PreTrainedModel, first: str, converter: Any, sources: list[Source]) -> Iterable[SavedTensor]:
     """The tensors that ``converter`` makes of ``sources``, of which ``first`` is one's name."""
 
-    def convert(some: Iterable[Source], read: Read) -> Mapping[str, Tensor]:
+    def convert(sources: Iterable[Source], read: Read) -> Mapping[str, Tensor]:
         fresh = deepcopy(converter)
-        for source in some:
+        for source in sources:
             fresh.add_tensor(first, source.key, source.pattern, read(source))
         values = fresh.convert(first, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}

@@ -92,7 +92,7 @@ def _chosen(random: Mapping[str, int], query: Any, key: Any) -> Any:
 
 
 def _mask(
-    made: Callable[..., Any],
+    make: Callable[..., Any],
     shown: Shown,
     *,
     kv_length: int,
@@ -105,13 +105,13 @@ def _mask(
     allow_is_bidirectional_skip: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What Transformers calls to make a mask: ``made`` of its function and ours. NotImplementedError: not causal."""
+    """What Transformers calls to make a mask: ``make`` of its function and ours. NotImplementedError: not causal."""
     from transformers.masking_utils import and_masks, prepare_padding_mask
 
     if local_size is not None or use_vmap or allow_is_bidirectional_skip is not None:
         raise NotImplementedError(OWN)
     visible = seen(mask_function, shown, prepare_padding_mask(attention_mask, kv_length, kv_offset))
-    return made(
+    return make(
         kv_length=kv_length,
         kv_offset=kv_offset,
         mask_function=and_masks(mask_function, visible),

@@ -135,15 +135,15 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(path), key, tensor)
 
 
-def _fake_of(tensor: Tensor, made: MutableMapping[Tensor, Tensor]) -> Tensor:
-    """The fake tensor that is ``made`` of ``tensor``: one for each, so that tied ones stay tied."""
-    if tensor not in made:
+def _fake_of(tensor: Tensor, fakes: MutableMapping[Tensor, Tensor]) -> Tensor:
+    """The fake tensor of ``tensor``, kept in ``fakes``: one for each, so that tied ones stay tied."""
+    if tensor not in fakes:
         device = "cpu" if tensor.device.type == "meta" else tensor.device
         # From sizes alone: of whole numbers ``empty_like`` would be a real tensor, with whatever the memory has.
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-        made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-        vars(made[tensor]).update(vars(tensor))  # what a quantised weight is read with
-    return made[tensor]
+        fakes[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        vars(fakes[tensor]).update(vars(tensor))  # what a quantised weight is read with
+    return fakes[tensor]
 
 
 class _Answers(TorchDispatchMode):

@@ -105,10 +105,10 @@ def _count(model: nn.Module, call: Call, alike: Sequence[list[str]]) -> Counter:
     return counter
 
 
-def _in_chunks(found: Counter, call: Call) -> InChunks | None:
+def _in_chunks(counter: Counter, call: Call) -> InChunks | None:
     """The head with its loss by chunks, without any block; None if its loss is another one."""
-    with chunked_loss.counting(found.model) as calls:
-        alone = Counter(found.model, {name: name for name in found.blocks}, found.outputs)
+    with chunked_loss.counting(counter.model) as calls:
+        alone = Counter(counter.model, {name: name for name in counter.blocks}, counter.outputs)
         try:
             with alone:
                 call()

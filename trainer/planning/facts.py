@@ -148,10 +148,10 @@ def sees_what_follows(built: Any) -> bool:
     return masked and not built.is_encoder_decoder and getattr(built, "is_decoder", None) is False
 
 
-def refuse(config: RunConfig, found: Sequence[Refusal]) -> None:
+def refuse(config: RunConfig, refusals: Sequence[Refusal]) -> None:
     """Raise ConfigError with a line for each refusal, which begins with file and line of its key."""
-    if found:
-        raise ConfigError(config.error(refusal.key, refusal.value, refusal.cure).lines[0] for refusal in found)
+    if refusals:
+        raise ConfigError(config.error(refusal.key, refusal.value, refusal.cure).lines[0] for refusal in refusals)
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -313,9 +313,13 @@ def sizes(model: nn.Module) -> dict[str, Any]:
 
 
 def count_of(
-    model: nn.Module, found: Counter, groups: Mapping[str, int], dtype_of: Callable[[nn.Parameter], str], autocast: Any
+    model: nn.Module,
+    counter: Counter,
+    groups: Mapping[str, int],
+    dtype_of: Callable[[nn.Parameter], str],
+    autocast: Any,
 ) -> ModelCount:
-    """All that is known of a model which is all there is, and one forward of which was ``found``.
+    """All that is known of a model which is all there is, and one forward of which ``counter`` has counted.
 
     Args:
         groups: of the optimizer, by the names of parameters.
@@ -329,23 +333,23 @@ def count_of(
     text = None if config is None else config.get_text_config()
     experts = (number for module in model.modules() if isinstance(number := getattr(module, "num_experts", 0), int))
     return ModelCount(
-        units=found.units(),
-        params=list_params(model, groups, dtype_of, found.outside, found.computing),
-        forward_flops=found.flops,
+        units=counter.units(),
+        params=list_params(model, groups, dtype_of, counter.outside, counter.computing),
+        forward_flops=counter.flops,
         largest_param=max((parameter.numel() for parameter in model.parameters()), default=0),
         hidden_size=getattr(text, "hidden_size", 0),
         **sizes(model),
         tied=tensor_share.is_tied(model),
         untied=getattr(model, "untied", ()),
-        written=tuple(sorted(found.written)),
-        not_layerwise=found.not_layerwise,
-        draws=found.draws,
+        written=tuple(sorted(counter.written)),
+        not_layerwise=counter.not_layerwise,
+        draws=counter.draws,
         loss_reads_blocks=bool(getattr(text, "output_router_logits", False)),
         head_words=tensor_share.head_words(model),
         num_experts=max(experts, default=0),
         experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,
         positions=0 if config is None else positions.made_for(config),
-        sums=tensor_share.sums(found.linears()),
+        sums=tensor_share.sums(counter.linears()),
     )
 
 

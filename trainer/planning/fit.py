@@ -214,10 +214,10 @@ class Fit:
             if (size := self._disk_of(plain.using(names).on_disk(BOUNDLESS))) is not None:
                 yield self._row(plain.using(names).on_disk(size), self.ranks)
 
-    def _disk_of(self, way: FitRow) -> int | None:
-        """The bytes of a disk that the plan of ``way`` would use on a machine; None: there is no plan."""
+    def _disk_of(self, row: FitRow) -> int | None:
+        """The bytes of a disk that the plan of ``row`` would use on a machine; None: there is no plan."""
         try:
-            plan = self._planned(way, self.ranks, self.machine)
+            plan = self._planned(row, self.ranks, self.machine)
         except (ConfigError, ValueError):
             return None
         return self.ranks.local_world_size * disk_bytes(plan.layout) if plan.layout is not None else None
@@ -288,10 +288,10 @@ class Fit:
         step = None if missing else simulated(plan)
         return replace(row, needed=needed, missing=missing, seconds=None if step is None else step.seconds)
 
-    def _planned(self, way: FitRow, ranks: Ranks, machine: Machine) -> Plan:
-        """The plan of ``way``; of stages, that which needs most."""
-        config = build(way.tree).like(self.config)
-        if not way.given:
+    def _planned(self, row: FitRow, ranks: Ranks, machine: Machine) -> Plan:
+        """The plan of ``row``; of stages, that which needs most."""
+        config = build(row.tree).like(self.config)
+        if not row.given:
             brief = {name: strategy.briefly() for name, strategy in config.strategies.items()}
             config = config.model_copy(update={"strategies": brief})
         return max(plans_of(config, ranks, machine), key=lambda each: each.peak(Tier.DEVICE))

@@ -141,7 +141,7 @@ def short(config: RunConfig, plans: Sequence[Plan], edits: Sequence[str], notes:
 
 
 def show_plan(
-    config: RunConfig, machine: Machine, plans: Sequence[Plan], plan: Plan, longest: int, before: Sequence[str]
+    config: RunConfig, machine: Machine, plans: Sequence[Plan], plan: Plan, longest: int, lines: Sequence[str]
 ) -> dict[str, str]:
     """Print the short plan. Returns files by name: the whole plan as text and as JSON, the config, and DeepSpeed's.
 
@@ -155,7 +155,7 @@ def show_plan(
     if longest > (places := plan.facts.run.positions):  # some row may be so long
         remarks += positions.beyond(config, places)
     place = Path(config.training.output_dir) / "plan.txt"
-    summary = short(config, plans, edits, before, more=f"{place}, or deepstow plan --full")
+    summary = short(config, plans, edits, lines, more=f"{place}, or deepstow plan --full")
     for line in [*filter(None, remarks), "\n".join(["", *summary.lines, ""])]:
         write_line(line)
     if summary.lacks:
@@ -163,7 +163,7 @@ def show_plan(
     return {
         "config.yaml": config.dump(),
         "plan.json": json.dumps(full_report.to_json(plan, cost), indent=1),
-        "plan.txt": full_report.text(plan, cost, edits, plans, before) + "\n",
+        "plan.txt": full_report.text(plan, cost, edits, plans, lines) + "\n",
         "ds_config.json": json.dumps(deepspeed.ds_config(plan), indent=1),
     }
 

@@ -119,7 +119,7 @@ def plan_for(
 
 
 def _with_evaluation(
-    asked: Mapping[str, Strategy], plan: Plan, rows: int | None, count: Callable[..., int] | None
+    strategies: Mapping[str, Strategy], plan: Plan, rows: int | None, count: Callable[..., int] | None
 ) -> Plan:
     """``plan``, or another, with the bytes that an evaluation of ``rows`` at a time takes. None: 8, or as many as fit
     beside training. 0: nothing is evaluated. Raise Refusal where no plan has room for so many rows.
@@ -136,7 +136,7 @@ def _with_evaluation(
         return replace(plan.facts, run=run)
 
     num_rows = rows or DEFAULT
-    budgets = (strategy.budget(plan.facts) for strategy in asked.values() if isinstance(strategy, HasBudget))
+    budgets = (strategy.budget(plan.facts) for strategy in strategies.values() if isinstance(strategy, HasBudget))
     room = max(min(budgets) - plan.beside(), plan.saved_peak())
     try:
         size = needed(num_rows)
@@ -150,7 +150,7 @@ def _with_evaluation(
         facts = counted(rows)
         anew = replace(facts.run, accumulation=facts.run.micro_batches, layerwise=1)  # the order is chosen again
         with suppress(MemoryRefusal):
-            return compose(asked, replace(facts, run=anew))
+            return compose(strategies, replace(facts, run=anew))
     most = Evaluation.through(one_row, size, num_rows).fitting(room)
     if rows is not None:
         what = f"an evaluation of so many rows takes {human(size)} on the device at once; beside training {most} fit"

@@ -87,8 +87,8 @@ class StowAccelerator(Accelerator):
         cell = grid.cell(self.process_index)
         chosen = [grid.rank(cell._replace(replica=replica)) for replica in range(grid.replicas)]
 
-        def of_copies(each: Tensor) -> Tensor:
-            return each.view(grid.world_size, -1, *each.shape[1:])[chosen].flatten(0, 1)
+        def of_copies(tensor: Tensor) -> Tensor:
+            return tensor.view(grid.world_size, -1, *tensor.shape[1:])[chosen].flatten(0, 1)
 
         return tree_map_only(torch.Tensor, of_copies, gathered)
 

@@ -400,13 +400,13 @@ def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedToke
     return {"data_collator": collate, **losses}
 
 
-def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:
+def left_out(config: RunConfig, rows: int, trainer: Trainer) -> str:
     """A line about how many of the rows that it was given a Trainer of TRL has dropped; empty if none. Raise DataError
     if all.
     """
     kept_rows = len(trainer.train_dataset)  # type: ignore[arg-type]
-    line = f"data: {found - kept_rows:,} of {found:,} rows are dropped: their prompts fill data.max_length"
+    line = f"data: {rows - kept_rows:,} of {rows:,} rows are dropped: their prompts fill data.max_length"
     cure = f"raise it from {config.data.max_length}"
     if not kept_rows:
         raise DataError(f"{line}; {cure}")
-    return warning(f"{line}; {cure}") if (found - kept_rows) * MANY > found else line if kept_rows < found else ""
+    return warning(f"{line}; {cure}") if (rows - kept_rows) * MANY > rows else line if kept_rows < rows else ""

@@ -88,9 +88,9 @@ def files_now(config: RunConfig, resumed: Resumed | None) -> list[list[int]]:
     return contents.stamps(section, build.load_config(section))
 
 
-def refuse_exchanged(config: RunConfig, resumed: Resumed | None, before: Sequence[list[int]]) -> None:
-    """Raise ConfigError if a file of weights is not what it was ``before`` it was loaded. May raise OSError."""
-    if files_now(config, resumed) != [*before]:
+def refuse_exchanged(config: RunConfig, resumed: Resumed | None, former: Sequence[list[int]]) -> None:
+    """Raise ConfigError if a file of weights is another one than when it was looked at. May raise OSError."""
+    if files_now(config, resumed) != [*former]:
         what = "its weights have changed while they were read; start again when nobody writes to them"
         raise config.error(PLACE, config.model.name_or_path, what)
 

@@ -140,21 +140,23 @@ def _lock_folder(handle: int) -> None:
             time.sleep(LOOK_S)
 
 
-def _watch(handle: int, folder: Path, own: os.stat_result, over: threading.Event, lost: Callable[[str], None]) -> None:
+def _watch(
+    handle: int, folder: Path, locked: os.stat_result, over: threading.Event, lost: Callable[[str], None]
+) -> None:
     """Touch the file, and look whether the folder is the one that is locked."""
     missed = 0
     while not over.wait(TOUCHED_S):
         with suppress(OSError):
             os.utime(handle)
-        missed = 0 if _is_there(folder, own) else missed + 1
+        missed = 0 if _is_there(folder, locked) else missed + 1
         if missed == LOOKS:
             lost(f"{folder}: was moved or replaced while this run is in it, which ends; move it back, and start again")
 
 
-def _is_there(folder: Path, own: os.stat_result) -> bool:
+def _is_there(folder: Path, locked: os.stat_result) -> bool:
     """Whether the folder is ours, as far as that can be known."""
     try:
-        return os.path.samestat(folder.stat(), own)
+        return os.path.samestat(folder.stat(), locked)
     except FileNotFoundError:
         return False
     except OSError:
@@ -265,7 +267,7 @@ def read(content: bytes) -> Holder | None:
         return None
 
 
-def _refused(config: RunConfig, path: Path, found: Holder | None) -> Exception:
-    who = found.said() if found else "another process"
+def _refused(config: RunConfig, path: Path, holder: Holder | None) -> Exception:
+    who = holder.said() if holder else "another process"
     what = f"in use by another run: {who}; wait for it, or name another folder"
     return config.error(KEY, config.training.output_dir, what)

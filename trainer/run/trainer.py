@@ -266,13 +266,13 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
         return self.execution.predict(one, model, inputs)
 
-    def logits_of(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def logits_of(self, row: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The logits that forward gives for a row of tokens, without gradients, on every rank; a collective."""
         model = self.model_wrapped
         was_training = model.training
         model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
-            logits = self.execution.logits(model, {name: ids.to(self.args.device) for name, ids in given.items()})
+            logits = self.execution.logits(model, {name: ids.to(self.args.device) for name, ids in row.items()})
         model.train(was_training)
         return logits.float().cpu()
 

@@ -188,13 +188,13 @@ class HostRoom:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _bring(self, some: list[weakref.ref[Sent]]) -> None:
+    def _bring(self, waiting: list[weakref.ref[Sent]]) -> None:
         self._release(None)
-        for ref in some:
+        for ref in waiting:
             sent = ref()
             if sent is not None and sent.tensor is None:
                 self._fetch(sent)
-        some.clear()
+        waiting.clear()
 
     def _fetch(self, sent: Sent) -> None:
         assert self._transfer is not None

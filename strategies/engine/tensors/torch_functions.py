@@ -144,10 +144,10 @@ def with_values(
     """
     values: dict[int, tuple[Any, Tensor]] = {}  # one of each tensor, wherever it is given
 
-    def read(one: Tensor) -> Tensor:
-        if id(one) not in values:
-            values[id(one)] = one, value(one)
-        return values[id(one)][1]
+    def read(tensor: Tensor) -> Tensor:
+        if id(tensor) not in values:
+            values[id(tensor)] = tensor, value(tensor)
+        return values[id(tensor)][1]
 
     args, kwargs = tree_map_only(own, read, (args, kwargs))
     copies = [(stand_in, copy) for stand_in, copy in values.values() if copy is not stand_in]
@@ -163,8 +163,8 @@ def replace_views(out: Any, home: tuple[int, int], do: Callable[[Tensor], Tensor
     """``out`` with each of its tensors that begins between these addresses replaced by ``do`` of it."""
     begin, end = home
 
-    def look(one: Tensor) -> Tensor:
-        return do(one) if one.layout is torch.strided and begin <= one.data_ptr() < end else one
+    def look(tensor: Tensor) -> Tensor:
+        return do(tensor) if tensor.layout is torch.strided and begin <= tensor.data_ptr() < end else tensor
 
     if isinstance(out, Tensor):  # mostly
         return look(out)

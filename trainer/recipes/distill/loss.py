@@ -113,8 +113,8 @@ def _outcomes(scaled: Tensor, top: Tensor | None) -> Tensor:
     return torch.cat([scaled.gather(1, top), others], 1) - scaled.logsumexp(1, keepdim=True)
 
 
-def _kl(one: Tensor, other: Tensor) -> Tensor:
-    return (one.exp() * (one - other)).sum(1)
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(1)
 
 
 def _jsd(teacher: Tensor, student: Tensor) -> Tensor:

@@ -389,9 +389,9 @@ def _asked(
     return row_answers
 
 
-def _arrow(made: list[bytes]) -> bytes:
+def _arrow(answers: list[bytes]) -> bytes:
     """A file with one column."""
-    batch = pa.record_batch({TEACHER: pa.array(made, pa.large_binary())})
+    batch = pa.record_batch({TEACHER: pa.array(answers, pa.large_binary())})
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

@@ -108,50 +108,50 @@ def _change(large: PretrainedConfig, small: PretrainedConfig) -> str:
     return ", ".join(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
 
 
-def _is_whole(asked: Smaller) -> bool:
-    return intact(asked.folder, KIND, {"key": asked.key})
+def _is_whole(smaller: Smaller) -> bool:
+    return intact(smaller.folder, KIND, {"key": smaller.key})
 
 
 def _said(folder: Path) -> str:
     return str(read(folder, KIND).about["said"])
 
 
-def sentence(asked: Smaller) -> str:
+def sentence(smaller: Smaller) -> str:
     """What the card says of the model that was made smaller."""
-    return f"Before training parts of it were taken out: {_said(asked.folder)}."
+    return f"Before training parts of it were taken out: {_said(smaller.folder)}."
 
 
-def _place(config: RunConfig, asked: Smaller, model: PreTrainedModel) -> tuple[Plan | None, str]:
+def _place(config: RunConfig, smaller: Smaller, model: PreTrainedModel) -> tuple[Plan | None, str]:
     """The plan that streams the large model, or None if it fits, and what is said of it. ConfigError: no room."""
     text = model.config.get_text_config()
     # Of a row: hidden states, keys, values, the MLP's products, and those that scores are of, in fp32.
     row = 8 * 4 * config.data.max_length * (text.hidden_size + text.intermediate_size)
     try:
-        return plan_within(model, asked.budget - row)
+        return plan_within(model, smaller.budget - row)
     except ValueError as error:
         weights = f"{human(weights_of(model))} of weights"
-        what = f"{weights} and {human(row)} for a row do not fit into {human(asked.budget)} ({error})"
+        what = f"{weights} and {human(row)} for a row do not fit into {human(smaller.budget)} ({error})"
         raise config.error("prune.method", asked_of(config).method, f"{what}; lower data.max_length") from None
 
 
-def made(session: Session, asked: Smaller) -> Session:
+def made(session: Session, smaller: Smaller) -> Session:
     """The run that loads the smaller model, after it was made, if it is not there. A collective. ConfigError: its
     activations are not finite.
     """
     config, ranks = session.config, session.ranks
     device = device_of("cpu" if config.training.use_cpu else None)
     with agreement(ranks, WEEK_S) as together:
-        together.on_first(lambda: None if _is_whole(asked) else _make(config, asked, session.prepared, device))
-    section = config.model.model_copy(update={"name_or_path": str(asked.folder)})
+        together.on_first(lambda: None if _is_whole(smaller) else _make(config, smaller, session.prepared, device))
+    section = config.model.model_copy(update={"name_or_path": str(smaller.folder)})
     return replace(session, source=config.model_copy(update={"model": section, "prune": None}))
 
 
-def _make(config: RunConfig, asked: Smaller, prepared: Prepared, device: torch.device) -> None:
+def _make(config: RunConfig, smaller: Smaller, prepared: Prepared, device: torch.device) -> None:
     model: Any = build.build(config.model, build.load_config(config.model), seed=0, partitioned=False)
     small, rows = build.config_of(config), prepared.train
     count = min(asked_of(config).calibration_rows, len(rows))  # type: ignore[arg-type]
     inputs = [{k: rows[i][k] for k in ("input_ids", "position_ids") if k in rows[i]} for i in range(count)]  # type: ignore[index]
-    scores = scored(model, _place(config, asked, model)[0], inputs, device)
+    scores = scored(model, _place(config, smaller, model)[0], inputs, device)
     if bad := next((name for part in scores for name, score in part.items() if not score.isfinite().all()), None):
         what = f"its activations in layer {bad} are not finite; take another model, or another model.dtype"
         raise config.error("model.name_or_path", config.model.name_or_path, what)
@@ -164,11 +164,11 @@ def _make(config: RunConfig, asked: Smaller, prepared: Prepared, device: torch.d
     narrow.generation_config = model.generation_config
     numbers = [sum(param.numel() for param in network.parameters()) for network in (model, narrow)]
     summary = f"{_change(model.config, small)}: {numbers[0]:,} -> {numbers[1]:,} parameters"
-    with replaced_folder(asked.folder) as draft:
+    with replaced_folder(smaller.folder) as draft:
         narrow.save_pretrained(draft)
         same_modes(draft)
-        seal(draft, KIND, {"key": asked.key, "said": summary})
-    write_line(f"prune: {summary}, by {count} rows; in {asked.folder}")
+        seal(draft, KIND, {"key": smaller.key, "said": summary})
+    write_line(f"prune: {summary}, by {count} rows; in {smaller.folder}")
 
 
 # --- what goes -------------------------------------------------------------------------------------------------------
@@ -188,13 +188,13 @@ def scored(model: Any, plan: Plan | None, rows: Sequence[Mapping[str, Any]], dev
 
 
 @contextmanager
-def _watched(model: Any, found: Scores) -> Iterator[None]:
-    """Inside, every forward adds to ``found``."""
+def _watched(model: Any, scores: Scores) -> Iterator[None]:
+    """Inside, every forward adds to ``scores``."""
     groups = model.config.num_key_value_heads
 
-    def add(kind: int, layer: int, more: Tensor) -> None:
-        more = more.double().cpu()
-        found[kind][layer] = found[kind][layer] + more if layer in found[kind] else more
+    def add(kind: int, layer: int, scores: Tensor) -> None:
+        scores = scores.double().cpu()
+        scores[kind][layer] = scores[kind][layer] + scores if layer in scores[kind] else scores
 
     def channels(layer: int, module: nn.Linear, inputs: Any) -> None:
         columns = module.weight.float().square().sum(0)

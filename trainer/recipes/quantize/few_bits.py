@@ -52,13 +52,13 @@ BITS = {"int8": 8, "nf4": 4, "fp4": 4, "int8_group": 8, "int4_group": 4}
 class Report(Writer):
     """Makes exports in few bits, and says what each costs over the held-out rows."""
 
-    def __init__(self, config: RunConfig, asked: QuantizeSection, given: Exact) -> None:
+    def __init__(self, config: RunConfig, section: QuantizeSection, given: Exact) -> None:
         pad = given.tokenizer.pad_token_id
         exact = given.folder
         budget = given.budget
         assert isinstance(pad, int) and given.rows is not None
         self._config = config
-        self._asked = asked
+        self._asked = section
         self._exact = exact
         self._rows = given.rows
         self._size = size_of(exact)
@@ -105,27 +105,27 @@ class Report(Writer):
         write_line("\n".join(table(("export", "weights", "perplexity"), self._lines, {"weights", "perplexity"})))
 
 
-def refuse(config: RunConfig, asked: QuantizeSection) -> None:
+def refuse(config: RunConfig, section: QuantizeSection) -> None:
     """Raise ConfigError if groups of weights do not divide the inputs of a linear layer, or torchao knows none."""
     with torch.device("meta"):
         model = loaded(config.chosen_task.model_class).from_config(
             config_of(config), trust_remote_code=config.model.trust_remote_code
         )
-    layers_of(model, config, asked)
+    layers_of(model, config, section)
 
 
-def round_in_forward(model: PreTrainedModel, config: RunConfig, asked: QuantizeSection) -> None:
+def round_in_forward(model: PreTrainedModel, config: RunConfig, section: QuantizeSection) -> None:
     """Let torchao replace linear layers of ``model`` by such as round their weights."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
 
-    assert asked.qat is not None
-    layers = layers_of(model, config, asked)
-    how: Any = config_for(config, asked, asked.qat).quant_type
+    assert section.qat is not None
+    layers = layers_of(model, config, section)
+    how: Any = config_for(config, section, section.qat).quant_type
     quantize_(model, QATConfig(how, step="prepare"), filter_fn=lambda module, name: name in layers)
     for name in layers:
         model.get_submodule(f"{name}.weight_fake_quantizer").register_forward_hook(_forget)
-    done = f"weights are rounded in forward as {asked.qat}, by groups of {asked.group_size}"
+    done = f"weights are rounded in forward as {section.qat}, by groups of {section.group_size}"
     log_applied("quantize", ((name, done) for name in layers))
 
 
@@ -142,7 +142,7 @@ def _plan(model: Any, budget: int) -> Plan | None:
         return None
 
 
-def config_for(config: RunConfig, asked: QuantizeSection, name: str) -> Any:
+def config_for(config: RunConfig, section: QuantizeSection, name: str) -> Any:
     """Hugging Face's ``BitsAndBytesConfig`` or ``TorchAoConfig`` of a format."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
@@ -150,10 +150,10 @@ def config_for(config: RunConfig, asked: QuantizeSection, name: str) -> Any:
         from torchao.quantization import IntxWeightOnlyConfig
         from torchao.quantization.granularity import PerGroup
 
-        dtype, group = getattr(torch, f"int{BITS[name]}"), PerGroup(asked.group_size)
-        leaves = asked.llm_int8_skip_modules
+        dtype, group = getattr(torch, f"int{BITS[name]}"), PerGroup(section.group_size)
+        leaves = section.llm_int8_skip_modules
         return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=dtype, granularity=group), modules_to_not_convert=leaves)
-    skip = {"llm_int8_skip_modules": asked.llm_int8_skip_modules}
+    skip = {"llm_int8_skip_modules": section.llm_int8_skip_modules}
     if BITS[name] == 8:
         return BitsAndBytesConfig(load_in_8bit=True, **skip)
     computes = torch.bfloat16 if config.training.bf16 or config.model.dtype == "bfloat16" else torch.float32
@@ -161,7 +161,7 @@ def config_for(config: RunConfig, asked: QuantizeSection, name: str) -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type=name,
         bnb_4bit_compute_dtype=computes,
-        bnb_4bit_use_double_quant=asked.bnb_4bit_use_double_quant,
+        bnb_4bit_use_double_quant=section.bnb_4bit_use_double_quant,
         **skip,
     )
 

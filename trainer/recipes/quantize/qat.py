@@ -27,41 +27,41 @@ if TYPE_CHECKING:
     from deepstow.trainer.recipes.quantize import QuantizeSection
 
 
-def layers_of(model: Any, config: RunConfig, asked: QuantizeSection) -> dict[str, nn.Linear]:
+def layers_of(model: Any, config: RunConfig, section: QuantizeSection) -> dict[str, nn.Linear]:
     """The layers that Transformers quantises by group. ConfigError: there are none, groups do not divide one, or one
     that is to be trained so computes otherwise than a linear layer, by which torchao replaces it.
     """
-    skipped = HfQuantizer.get_modules_to_not_convert(model, asked.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    skipped = HfQuantizer.get_modules_to_not_convert(model, section.llm_int8_skip_modules, model._keep_in_fp32_modules)
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     layers = {name: layer for name, layer in linears.items() if should_convert_module(f"{name}.weight", skipped)}
     if not layers:
         what = f"torchao quantises torch's linear layers, and a {model.config.model_type} model has none; write int8"
-        raise config.error("quantize.formats", asked.formats, what)
+        raise config.error("quantize.formats", section.formats, what)
     for key, layer in layers.items():
-        if layer.in_features % asked.group_size:
-            fits = math.gcd(layer.in_features, asked.group_size)
+        if layer.in_features % section.group_size:
+            fits = math.gcd(layer.in_features, section.group_size)
             if fits == 1:  # torchao takes none so small
                 fits = next(
                     (size for size in range(2, layer.in_features) if layer.in_features % size == 0), layer.in_features
                 )
             what = f"does not divide the {layer.in_features} inputs of {key}; {fits} does"
-            raise config.error("quantize.group_size", asked.group_size, what)
-        if asked.qat is not None and type(layer).forward is not nn.Linear.forward:
+            raise config.error("quantize.group_size", section.group_size, what)
+        if section.qat is not None and type(layer).forward is not nn.Linear.forward:
             what = (
                 f"torchao trains torch's linear layers, and {key} is a {type(layer).__name__}, which computes otherwise"
             )
-            raise config.error("quantize.qat", asked.qat, what)
+            raise config.error("quantize.qat", section.qat, what)
     return layers
 
 
-def counted(model: Any, config: RunConfig, asked: QuantizeSection) -> Any:
+def counted(model: Any, config: RunConfig, section: QuantizeSection) -> Any:
     """``model``, which has no storage; if ``quantize.qat`` is set its layers now save for backward what torchao's save.
     ConfigError: ``layers_of``.
     """
-    if asked.qat is not None:
-        layers: Mapping[str, Any] = layers_of(model, config, asked)
+    if section.qat is not None:
+        layers: Mapping[str, Any] = layers_of(model, config, section)
         for layer in layers.values():
-            layer.forward = partial(_rounded, layer, asked.group_size)
+            layer.forward = partial(_rounded, layer, section.group_size)
     return model
 
 

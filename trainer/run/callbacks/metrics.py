@@ -50,12 +50,12 @@ def found(config: RunConfig, key: str) -> Callable[..., Any] | None:
     return work  # type: ignore[no-any-return]
 
 
-def beside(own: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    """A Trainer's keyword arguments, with the functions of the config beside the task's ``own``."""
+def beside(arguments: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """A Trainer's keyword arguments, with the functions of the config beside the task's own ``arguments``."""
     user_measure, keeps = (found(config, key) for key in KEYS)
     if user_measure is None:
-        return own
-    measure, keep = (own.get(key) for key in KEYS)
+        return arguments
+    measure, keep = (arguments.get(key) for key in KEYS)
 
     def preprocess(logits: Any, labels: Any) -> tuple[Any, Any]:
         return tuple(work(logits, labels) if work else logits for work in (keep, keeps))  # type: ignore[return-value]
@@ -65,7 +65,7 @@ def beside(own: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         numbers: dict[str, Any] = measure(for_task) if measure else {}
         return {**numbers, **checked(user_measure(for_user), config)}
 
-    return {**own, **dict(zip(KEYS, (compute, preprocess), strict=True))}
+    return {**arguments, **dict(zip(KEYS, (compute, preprocess), strict=True))}
 
 
 def checked(result: Any, config: RunConfig) -> Mapping[str, Any]:

@@ -276,8 +276,8 @@ def compare(
     return difference
 
 
-def _same(trained: Tensor, found: Tensor, *, rounded: bool) -> bool:
-    return trained.to(found.dtype).equal(found) or (rounded and found.to(trained.dtype).equal(trained))
+def _same(trained: Tensor, exported: Tensor, *, rounded: bool) -> bool:
+    return trained.to(exported.dtype).equal(exported) or (rounded and exported.to(trained.dtype).equal(trained))
 
 
 def _by_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -335,10 +335,10 @@ def model_card(
     return ModelCard(f"---\n{header.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
-def after(folder: Path, said: str) -> ModelCard:
-    """The card of the export in ``folder``, behind what is ``said`` of what was made of it."""
+def after(folder: Path, lines: str) -> ModelCard:
+    """The card of the export in ``folder``, behind ``lines``, which say what was made of it."""
     card = ModelCard.load(folder / "README.md")
-    return ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n{said}\n\n{card.text.lstrip()}")
+    return ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n{lines}\n\n{card.text.lstrip()}")
 
 
 def _source(path: str | None, name: str | None) -> str:

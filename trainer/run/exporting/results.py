@@ -159,9 +159,9 @@ def exact_of(config: RunConfig) -> Path:
     return Path(config.training.output_dir) / "export"
 
 
-def _decided(config: RunConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+def _decided(config: RunConfig, about: Mapping[str, Any]) -> dict[str, Any]:
     """What decides an export: the exact one, and what its recipe says."""
-    return {"of": size_and_hash(exact_of(config) / MANIFEST)[1], **own}
+    return {"of": size_and_hash(exact_of(config) / MANIFEST)[1], **about}
 
 
 def make(config: RunConfig, exact: Exact) -> None:

@@ -169,14 +169,14 @@ def _options(name: str) -> dict[str, bool]:
     return {"trust_remote_code": False, **hub.options(name)}  # not set, Transformers asks on the terminal
 
 
-def device_for(place: Place, wanted: str | None) -> torch.device:
+def device_for(place: Place, name: str | None) -> torch.device:
     """The device to answer on. Raise ConfigError if there is no such one, or it has too little memory."""
     try:
-        device = accelerator.device_of(wanted)
+        device = accelerator.device_of(name)
     except ValueError as error:  # which says what there is
-        raise ConfigError(f"--device {wanted}: {str(error).partition(': ')[2]}") from None
+        raise ConfigError(f"--device {name}: {str(error).partition(': ')[2]}") from None
     except RuntimeError:
-        raise ConfigError(f"--device {wanted}: is no device that torch knows, as cpu, cuda or cuda:1") from None
+        raise ConfigError(f"--device {name}: is no device that torch knows, as cpu, cuda or cuda:1") from None
     folders = [Path(place.model), place.folder]
     size = sum(path.stat().st_size for folder in {*folders} if folder.is_dir() for path in folder.glob("*.safetensors"))
     size //= 3 if place.quantized.get("load_in_4bit") else 1  # of 16 bits a quarter, but embedding and head are whole
@@ -221,10 +221,10 @@ class Talk:
         except ValueError:
             return None
 
-    def answer(self, said: str) -> None:
+    def answer(self, text: str) -> None:
         """Print the answer, and keep both. Raise UserError for what cannot be answered; nothing is kept then."""
-        said = said.encode("utf-8", "replace").decode()
-        messages: list[Message] = [*self.messages, {"role": "user", "content": said}]
+        text = text.encode("utf-8", "replace").decode()
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         ids = self._ids(messages)
         longest = declared(self.model.config) or math.inf
         room = int(min(self.max_new_tokens, longest - len(ids)))
