@@ -29,7 +29,7 @@ class Format:
     """How numbers rest.
 
     Args:
-        bits: of one number; a multiple of 4, so that AdamW's two moments have whole bytes.
+        bits: of one number.
         uses: what may rest so. A frozen weight is exact in its own dtype when it was encoded once.
         block: numbers of a parameter, from its first one on, that have a scale together; a divisor of 128 if frozen
             weights rest so, of 256 if moments do. 0: no scales.

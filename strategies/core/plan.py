@@ -78,11 +78,16 @@ class Share(Decision):
     about = ("unit", "kind")
     kind: Kind
     shards: int
-    element_bytes: int  # 0: the tensor does not exist (no separate master in plain fp32)
+    element_bytes: int = 0  # 0: the tensor does not exist (no separate master in plain fp32), or a layout places it
     frozen_bytes: int | None = None  # of frozen parameters, where they have another size
     tier: Tier = Tier.DEVICE
-    strays: int = 0  # elements at the other tier: small vectors stay where the matrices of a block leave
-    stray_reason: str = ""
+    placed: tuple[int, int] | None = None  # by a layout: bytes on the device and on the host, most of them at ``tier``
+    stray_reason: str = ""  # why the others are elsewhere: small vectors stay where the matrices of a block leave
+
+    def placed_bytes(self, tier: Tier | None) -> int:
+        """Bytes of what a layout places, at one tier or anywhere."""
+        assert self.placed is not None
+        return sum(self.placed) if tier is None else self.placed[tier is Tier.HOST]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,16 +233,15 @@ class Plan:
     def num_bytes(self, unit: str, kind: Kind, tier: Tier | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one tier or anywhere."""
         share, facts = self.share(unit, kind), self.facts.unit(unit)
+        if share.placed is not None:
+            return share.placed_bytes(tier)
         elements = facts.num_elements if kind is Kind.PARAM else facts.num_trainable
         total = -(-elements // share.shards) * share.element_bytes
         if share.frozen_bytes is not None:  # quantised ones are never divided, and an element of theirs is a byte
             frozen = -(-(elements - facts.num_trainable) // share.shards) - facts.quantised_bytes
             total += frozen * (share.frozen_bytes - share.element_bytes)
             total += facts.quantised_bytes * (1 - share.element_bytes)
-        strays = -(-share.strays // share.shards) * share.element_bytes
-        if tier is None:
-            return total
-        return total - strays if tier is share.tier else strays
+        return total if tier in (None, share.tier) else 0
 
     def total(self, kind: Kind, tier: Tier | None = None) -> int:
         return sum(self.num_bytes(unit.name, kind, tier) for unit in self.facts.units)

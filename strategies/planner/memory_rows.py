@@ -1,14 +1,13 @@
 """Memory rows: the bytes of a layout per unit and kind of tensor, as the plan's table shows them.
 
-A unit's tensors of one kind are counted with the smallest number of bytes per element that all of them have, at the
-tier where most of them rest; the others are strays. The rest of an arena (slots, scratch, padding) belongs to no unit
-and is listed by name, so that the table adds up to the arenas.
+The rest of an arena (slots, scratch, padding) belongs to no unit and is listed by name, so that the table adds up to
+the arenas.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deepstow.strategies.core.facts import Facts, Tier, Unit
@@ -53,22 +52,22 @@ UPDATES: Mapping[Site, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Where a bucket's tensor of one kind rests, in how many bytes per element, and why; of ``shards`` ranks each has a
+    """Where a bucket's tensor of one kind rests, in how many bits per element, and why; of ``shards`` ranks each has a
     span.
     """
 
     tier: Tier
-    element_bytes: int
+    bits: int
     reason: str
     shards: int = 1
 
     def num_bytes(self, elements: int) -> int:
-        return -(-elements // self.shards) * self.element_bytes
+        return -(-(-(-elements // self.shards) * self.bits) // 8)
 
 
 def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
-    """One kind of tensor of a bucket; 0 bytes if there is none."""
-    size, shards = ITEM_BYTES[bucket.dtype], bucket.shards
+    """One kind of tensor of a bucket; 0 bits if there is none."""
+    size, shards = 8 * ITEM_BYTES[bucket.dtype], bucket.shards
     if kind is Kind.PARAM:
         if bucket.resident:
             rounded = f", rounded to {bucket.frozen_as}: not exact" if bucket.frozen_as else ""
@@ -76,8 +75,9 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
         if bucket.weight_on_disk:
             return Resting(Tier.HOST, 0, "on the disk, read for use", shards)
         if bucket.frozen_as:
-            whole_bytes = FORMATS[bucket.frozen_as].bits // 8  # what is beyond whole bytes is CODES', with the scales
-            return Resting(Tier.HOST, whole_bytes, f"fetched for use, in {bucket.frozen_as}: not exact")
+            return Resting(
+                Tier.HOST, FORMATS[bucket.frozen_as].bits, f"fetched for use, in {bucket.frozen_as}: not exact"
+            )
         parks = parks_in_copy(bucket, layout)
         reason = "fetched for use; the gradient takes its place" if parks else "fetched for use"
         return Resting(Tier.HOST, size, reason, shards)
@@ -100,10 +100,10 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
         return Resting(tier, 0, "on the disk, visits the host for the CPU's update", shards)
     bits, reason = 32, UPDATES[bucket.site]
     if kind is Kind.MASTER and bucket.rounds:
-        bits = 8 * size
+        bits = size
     if kind is Kind.MOMENT and layout.moments_as != "fp32":
         bits, reason = FORMATS[layout.moments_as].bits, f"{reason}, in {layout.moments_as}: not exact"
-    return Resting(tier, bits * numbers // 8, reason, shards)
+    return Resting(tier, bits * numbers, reason, shards)
 
 
 def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
@@ -116,24 +116,24 @@ def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
             yield _share(unit, kind, [(resting(bucket, layout, kind), n) for bucket, n in counted])
 
 
-def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
-    elements = dict.fromkeys(Tier, 0)
+def _share(unit: Unit, kind: Kind, parts: Iterable[tuple[Resting, int]]) -> Share:
+    elements = Counter[Resting]()
+    for tensor, number in parts:
+        elements[tensor] += number
+    placed = dict.fromkeys(Tier, 0)
     reasons: dict[Tier, str] = {}
-    for tensor, number in sorted(parts, key=lambda item: -item[1]):
-        elements[tensor.tier] += number
+    for tensor, number in sorted(elements.items(), key=lambda item: (-item[0].num_bytes(item[1]), -item[1])):
+        placed[tensor.tier] += tensor.num_bytes(number)
         reasons.setdefault(tensor.tier, tensor.reason)
-    element_bytes = min((tensor.element_bytes for tensor, _ in parts), default=0)
-    tier, other_tier = sorted(Tier, key=lambda at: -elements[at])
+    tier, other_tier = sorted(Tier, key=lambda at: (-placed[at], at not in reasons))
     main = reasons.get(tier, UPDATES[Site.NONE])
-    shards = max((tensor.shards for tensor, _ in parts), default=1)
     return Share(
         unit=unit.name,
         reason=main,
         kind=kind,
-        shards=shards,
-        element_bytes=element_bytes,
+        shards=max((tensor.shards for tensor in elements), default=1),
         tier=tier,
-        strays=elements[other_tier] if element_bytes else 0,
+        placed=(placed[Tier.DEVICE], placed[Tier.HOST]),
         stray_reason=reasons.get(other_tier, main),
     )
 
@@ -146,12 +146,8 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
         saved = hosted if tier is Tier.HOST else 0
         if saved:
             named.append(("alignment of saved tensors", "room between saved tensors", plan.hosted_bytes() - saved))
-        tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
-        states = plan.states(tier)  # rounded up for each unit, which may be more than for each bucket
-        odd = max(0, sum(tensor.num_bytes(number) for tensor, number in tensors if tensor.tier is tier) - states)
-        gaps = addresses.num_bytes(tier) - states - odd - saved - sum(size for *_, size in named)
+        gaps = addresses.num_bytes(tier) - plan.states(tier) - saved - sum(size for *_, size in named)
         assert gaps >= 0, f"{tier.value}: the tensors are larger than the arena by {-gaps} bytes"
-        named.append(("odd tensors", "tensors unlike the others of their unit", odd))
         named.append(("alignment", "room between parameters", gaps))
         for name, reason, size in named:
             if size:
@@ -168,8 +164,7 @@ def _shared_bytes(layout: Layout, tier: Tier) -> dict[Item, int]:
         totals[Item.WEIGHT] = weight_packing(layout).arena
     else:
         encoded = [bucket for bucket in layout.buckets if bucket.frozen_as and not bucket.resident]
-        whole_bytes = sum(FORMATS[bucket.frozen_as].bits // 8 * bucket.num_elements for bucket in encoded)
-        totals[Item.CODES] = sum(bucket.copy_bytes for bucket in encoded) - whole_bytes
+        totals[Item.CODES] = sum(b.copy_bytes - FORMATS[b.frozen_as].code_bytes(b.num_elements) for b in encoded)
     for pool in slot_pools(layout):
         if pool.tier is tier:
             totals[pool.item] += pool.num_bytes
