@@ -52,7 +52,7 @@ def test_adapters_on_an_export(server: Server, pretrained: Path, tmp_path: Path)
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
     rows = [{"prompt": f"question {i} of a few", "completion": f"answer {i}"} for i in range(24)]
     config = finetuning(tmp_path, pretrained, {"path": str(write_jsonl(tmp_path / "few.jsonl", rows))}, lora=lora)
-    found = server.run(2, config, "strategies.zero={stage: 2}").check().quiet()
+    found = server.run(1, config).check().quiet()
     assert "[transformers]" not in found.text and "Warning" not in found.text, found.text
     export = tmp_path / "run" / "export"
     assert (export / "adapter_model.safetensors").is_file() and not (export / "model.safetensors").exists()
@@ -78,7 +78,5 @@ def test_a_stream(server: Server, pretrained: Path, tmp_path: Path) -> None:
         tmp_path / "rows.jsonl", [{"text": f"row {i} of a stream" + ", long" * (i % 7)} for i in range(30)]
     )
     config = finetuning(tmp_path, pretrained, {"path": str(data), "streaming": True})
-    server.run(2, config, "strategies.zero={stage: 1}").check().quiet()
+    server.run(1, config).check().quiet()
     assert [record["step"] for record in metrics(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4]
-    found = server.run(1, config, "training.max_steps=null").check(2).quiet()
-    assert "training.max_steps" in found.err and len(found.err.splitlines()) == 1

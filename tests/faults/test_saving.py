@@ -35,12 +35,24 @@ def trained(steps: int = 1) -> tuple[nn.Module, StowOptimizer]:
     return model, optimizer
 
 
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "optimizer"
     _, optimizer = trained(2)
-    monkeypatch.setattr(spans, "FILE_BYTES", 100_000)  # several files
-    optimizer.save(tmp_path / "optimizer")
-    return tmp_path / "optimizer"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "FILE_BYTES", 100_000)  # several files
+        optimizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved_once, tmp_path / "optimizer")
+
+
+@pytest.fixture(scope="module")
+def once() -> tuple[nn.Module, StowOptimizer]:
+    return trained(1)
 
 
 def test_files_are_ordinary_safetensors(saved: Path) -> None:
@@ -130,12 +142,14 @@ def promises_more(content: dict[str, Any]) -> None:
         (forged(promises_more), ["model.norm.weight.other is in no file"]),
     ],
 )
-def test_damage_is_one_error_by_name(damage: Callable[[Path, Path, Path], None], parts: list[str], saved: Path) -> None:
+def test_damage_is_one_error_by_name(
+    damage: Callable[[Path, Path, Path], None], parts: list[str], saved: Path, once: tuple[nn.Module, StowOptimizer]
+) -> None:
     """And changes nothing."""
     first, last = min(saved.glob("*.safetensors")), max(saved.glob("*.safetensors"))
     shutil.copy(last, saved.parent / "other")
     damage(saved, first, last)
-    model, optimizer = trained(1)
+    model, optimizer = once
     before, rates = everything(model, optimizer), json.dumps([g["lr"] for g in optimizer.param_groups])
     with pytest.raises(ValueError) as caught:
         optimizer.load(saved)

@@ -88,10 +88,11 @@ def test_an_end_at_any_operation_leaves_a_good_checkpoint(
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # the disk is not turned off here
     new = 10 if again else 20
     killed, cut = set[int](), set[int]()
+    for step in (5, 10):
+        save(tmp_path / "before", step, keep=9)
     for number in range(1, MOST):
         run, copy = tmp_path / f"{number}-killed", tmp_path / f"{number}-cut"
-        for step in (5, 10):
-            save(run, step, keep=9)
+        shutil.copytree(tmp_path / "before", run)
         lost = ends_at(number, run, lambda run=run: save(run, new))
         if lost is None:
             break

@@ -1,6 +1,7 @@
 """What an evaluation takes at once, predicted and measured; how many rows it takes at a time within a budget."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,12 +142,12 @@ def test_held_out_rows_beyond_the_models_positions_are_refused() -> None:
         evaluation.rows(collated(config, held_out).config, plan)
 
 
-def within(budget: str, rows: int | None, **training: Any) -> tuple[RunConfig, Plan]:
+@cache
+def within(budget: str, rows: int | None) -> tuple[RunConfig, Plan]:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "max_position_embeddings": 1024}
     config = run_config(
         {**LLAMA, **sizes, "vocab_size": 32_000}, bf16=True, data={"max_length": 512, "eval_fraction": 0.1},
         per_device_train_batch_size=1, per_device_eval_batch_size=rows, strategies={"offload": {"gpu_memory": budget}},
-        **training,
     )  # fmt: skip
     return config, plan_of(config, Ranks(), profile("rtx4090-pcie4"))
 
@@ -164,10 +165,16 @@ def test_rows_that_nobody_set_are_lowered_until_they_fit() -> None:
 
 
 def test_rows_that_the_config_sets_are_refused_with_the_most_that_fit() -> None:
-    most = evaluation.rows(*within("400MiB", None)).rows
-    assert evaluation.rows(*within("400MiB", most)).rows == most
+    config, plan = within("400MiB", None)
+    most = evaluation.rows(config, plan).rows
+
+    def of(rows: int) -> RunConfig:
+        training = config.training.model_copy(update={"per_device_eval_batch_size": rows})
+        return config.model_copy(update={"training": training})
+
+    assert evaluation.rows(of(most), plan).rows == most
     with pytest.raises(ConfigError, match=f"per_device_eval_batch_size = {most + 1}: .* that fits is {most}$"):
-        evaluation.rows(*within("400MiB", most + 1))
+        evaluation.rows(of(most + 1), plan)
 
 
 def test_a_row_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,10 +62,9 @@ def recomputed(name: str, attention: str, policy: str, dtype: torch.dtype = torc
     return model, plan
 
 
-@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gpt2", "eager")])
-def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> None:
+def test_the_host_has_room_for_what_waits_there() -> None:
     for policy in HOSTED:
-        model, plan = recomputed(name, attention, policy, torch.bfloat16)
+        model, plan = recomputed("gpt2", "eager", policy, torch.bfloat16)
         room = room_of(model)
         assert room is not None and room.num_refused == 0
         keeps = [plan.keep(unit.name) for unit in plan.facts.units]
@@ -78,7 +77,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
         assert room._memory is not None and room._memory.nbytes == plan.hosted_bytes()
 
 
-@pytest.mark.parametrize("policy", ["none", "auto", *HOSTED])
+@pytest.mark.parametrize("policy", ["none", "auto", HOSTED[0]])
 def test_the_plan_check_counts_the_same(policy: str) -> None:
     model, plan = model_of("llama", "sdpa"), plan_of(facts_of("llama", "sdpa", torch.float32), policy)
     find("recompute")(**OPTIONS[policy]).apply(model, plan)

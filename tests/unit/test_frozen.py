@@ -80,16 +80,15 @@ def test_a_quantised_base_counts_as_the_model_that_it_is_made_of() -> None:
     assert {param.dtype for param in packed.params if param.group is None} == {"uint8", "float32"}
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])
-def test_operations_are_those_that_torch_counts_and_take_the_time_of_the_machine(lora: dict[str, Any] | None) -> None:
+def test_operations_are_those_that_torch_counts_and_take_the_time_of_the_machine() -> None:
     """Within 3 %: the first block's input needs no gradient, which is a part of one of eight blocks."""
-    config, rates = config_of(lora=lora, attn_implementation="eager"), find_profile("rtx4090-pcie4").rates
+    config, rates = config_of(lora=LORA, attn_implementation="eager"), find_profile("rtx4090-pcie4").rates
     model, tokens, known = real(config), torch.ones(2, 16, dtype=torch.long), facts_of(config)
     with FlopCounterMode(display=False) as counted:
         model(input_ids=tokens, labels=tokens).loss.backward()
     predicted = step_flops(known)
     assert predicted == pytest.approx(counted.get_total_flops(), rel=0.03)
-    assert (predicted < 2.2 * known.run.forward_flops) == (lora is not None)
+    assert predicted < 2.2 * known.run.forward_flops
     assert rates is not None
     # The machine computes operators so small faster than it is given them, and than their memory is read.
     rates = replace(rates, launch_s=0.0, device_bytes_per_s=1e18)

@@ -28,7 +28,7 @@ from deepstow.trainer.planning.from_config import plan_of, plans_of
 from deepstow.trainer.planning.hybrid import Shares
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 
-WIDE = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 16}
+WIDE = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "num_attention_heads": 16}
 WIDE |= {"num_key_value_heads": 2, "vocab_size": 16_000, "max_position_embeddings": 512}
 DATA = {"path": "random tokens", "max_length": 512}
 RANKS = Ranks(world_size=8, local_world_size=8)
@@ -40,29 +40,25 @@ COUNTED = run_config(WIDE, stage=0, data=DATA, bf16=True, per_device_train_batch
 @pytest.fixture(autouse=True)
 def fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each the model is counted, whole and in stages."""
-    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (1, 2))
-
-
-@cache
-def parts() -> dict[Size, Facts]:
-    found, why = Shares(COUNTED, RANKS, CARD, lambda line: None).by_size(16)
-    assert [each.split(": ")[1] for each in why] == [
-        "must divide model.config.num_key_value_heads, which is 2; write 2"
-    ]
-    return found
+    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (2,))
 
 
 @pytest.mark.slow
-def test_shares_are_counted_as_if_they_were_configured() -> None:
+def test_shares_are_counted_as_if_they_were_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (1, 2))
+    parts, why = Shares(COUNTED, RANKS, CARD, lambda line: None).by_size(16)
+    assert [each.split(": ")[1] for each in why] == [
+        "must divide model.config.num_key_value_heads, which is 2; write 2"
+    ]
     divided = {Size(sequence=degree) for degree in (2, 4, 8)}
-    assert set(parts()) == {Size(size, tensor) for size in (1, 2) for tensor in (1, 2)} | divided  # of 2 heads
+    assert set(parts) == {Size(size, tensor) for size in (1, 2) for tensor in (1, 2)} | divided  # of 2 heads
     tree = COUNTED.tree()
     tree["training"]["per_device_train_batch_size"] = 1
     whole = gather(build(tree), 8, 8, CARD)
-    assert parts()[Size(1)].units == whole.units and parts()[Size(1)].run == whole.run
+    assert parts[Size(1)].units == whole.units and parts[Size(1)].run == whole.run
     divided = gather(build(keys.without(COUNTED.tree(), 2)), 8, 8, CARD)
-    assert parts()[Size(2, 2)].units == divided.units
-    assert parts()[Size(2, 2)].run.forward_flops == divided.run.forward_flops
+    assert parts[Size(2, 2)].units == divided.units
+    assert parts[Size(2, 2)].run.forward_flops == divided.run.forward_flops
 
 
 PHI = {**MIXTRAL, "model_type": "phimoe"}  # whose experts no strategy divides
@@ -75,6 +71,11 @@ def test_models_that_tensor_ranks_cannot_share(model: dict[str, object], why: st
     assert why in said[0] and all("was not compared" in each for each in said[1:]) and len(said) == 2 + (model is PHI)
     assert {(size.tensor, size.sequence) for size in found} == {(1, 1)}
     assert {size.experts for size in found} == ({1, 2, 4} if model is MIXTRAL else {1})
+
+
+@cache
+def counted_share(size: Size) -> Facts:
+    return Shares(COUNTED, RANKS, CARD, lambda line: None)._share(size)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +91,14 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
     degrees = Degrees(**{"recompute": "full", "micro_batch": 2, "offload": Stowed.STATE} | options)
     staged = degrees.stages > 1
     in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([Size(2)]) if staged else None
-    found = Account(Models({degrees.size: parts()[degrees.size]}, in_stages)).of(degrees)
+    counted = counted_share(degrees.size)
+    found = Account(Models({degrees.size: counted}, in_stages)).of(degrees)
     tree = keys.written(degrees, COUNTED.tree())
     tree["strategies"]["offload"] = {"site": "host", "accumulation": "micro_batches", **given}
     plans = plans_of(build(tree), RANKS, CARD)
     assert found.device == pytest.approx(max(plan.peak(Tier.DEVICE) for plan in plans), rel=0.15)
     if not staged:
-        own, runtime = parts()[Size(2)].machine.runtime_host_bytes, plans[0].facts.machine.runtime_host_bytes
+        own, runtime = counted.machine.runtime_host_bytes, plans[0].facts.machine.runtime_host_bytes
         assert found.host - own == pytest.approx(plans[0].peak(Tier.HOST) - runtime, rel=0.05)
 
 
@@ -124,10 +126,7 @@ def first_as_written(path: Path, said: str, ranks: Ranks = RANKS) -> Plan:
     return plan_of(load(path, changes), ranks, sized(CARD, None, None))
 
 
-def test_lossy_exchanges_between_machines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (2,))
+def test_lossy_exchanges_between_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path)
     given = ["--config", str(path), "--world-size", "4", "--profile", "h100-sxm-pcie5", "--lossy"]
     assert main(given) == 2 and "--lossy: all 4 ranks are on one machine" in capsys.readouterr().err
@@ -145,7 +144,7 @@ def test_lossy_exchanges_between_machines(
 
 
 def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
+    given = ["--config", str(write(tmp_path)), "--world-size", "4", "--profile", "h100-sxm-pcie5"]
     most = []
     for changes in ([], ["strategies.offload.gpu_memory=2GiB"]):
         assert main([*given, *changes]) == 0
@@ -205,7 +204,7 @@ def test_the_account_of_a_part_of_rows_or_experts_is_its_plan(model: dict[str, A
 
 @pytest.mark.parametrize(
     ("model", "tokens", "memory", "degree"),
-    [(WIDE, 131_072, "6GiB", "sequence"), (MIXTURE, 512, "1100MiB", "experts")],
+    [({**WIDE, "num_hidden_layers": 2}, 131_072, "6GiB", "sequence"), (MIXTURE, 512, "1100MiB", "experts")],
 )
 def test_what_fits_in_no_other_way(
     model: dict[str, Any],

@@ -11,6 +11,9 @@ from deepstow.launch import init, plan
 from deepstow.trainer.config.load import load
 from deepstow.trainer.config.sections import RunConfig
 from deepstow.trainer.model import hub
+from deepstow.trainer.planning import fit
+from deepstow.trainer.planning.fit import FitRow
+from deepstow.trainer.run import first_config
 from deepstow.trainer.run.first_config import STARTS
 from tests.helpers.tiny import LLAMA
 
@@ -22,7 +25,7 @@ BERT = {
     "num_attention_heads": 2,
 }
 T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-QUICK = ("sft", "lora", "kto")
+QUICK = ("lora",)
 MODELS = dict.fromkeys(STARTS, LLAMA) | {"classification": BERT, "embedding": BERT, "seq2seq": T5}
 ROWS: Mapping[str, dict[str, Any]] = {
     "classification": {"text": "a", "label": "good"},
@@ -73,14 +76,14 @@ def test_what_is_written_for_each_task_is_a_plan(task: str, capsys: pytest.Captu
 
 def test_the_planner_fits_it_to_the_card(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows as many as fit without strategies; then one row, and what saves memory."""
-    large = {**LLAMA, "hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
-    saved("model", large | {"num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 512})
+    large = {**LLAMA, "hidden_size": 4096, "intermediate_size": 32768, "num_attention_heads": 32}
+    saved("model", large | {"vocab_size": 32000, "max_position_embeddings": 512})
     config = written("--model", "model", "--card", "rtx3060")
     assert "offload" in config.strategies and config.training.per_device_train_batch_size == 1
     assert config.training.gradient_accumulation_steps == 8 and config.data.max_length == 512
     assert config.model.lora is None and "host" in capsys.readouterr().out
     Path("out.yaml").unlink()
-    saved("model", large | {"num_hidden_layers": 4, "vocab_size": 150_000, "max_position_embeddings": 1024})
+    saved("model", large | {"vocab_size": 150_000, "max_position_embeddings": 1024})
     adapters = written("lora", "--model", "model", "--card", "rtx3060")
     assert not adapters.strategies and adapters.model.dtype == "bfloat16" and adapters.model.lora is not None
     training = adapters.training
@@ -88,7 +91,8 @@ def test_the_planner_fits_it_to_the_card(capsys: pytest.CaptureFixture[str]) -> 
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 8
 
 
-def test_rows_complete_the_config() -> None:
+def test_rows_complete_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_config, "_fitted", lambda *_: FitRow())
     config = written("--model", "model", "--data", rows("a.jsonl", ROWS["sft"]), "--card", "cpu")
     assert config.data.chat_template == "chatml" and config.data.assistant_only_loss and not config.training.bf16
     Path("model/chat_template.jinja").write_text("{{ messages }}")
@@ -112,7 +116,8 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "\n# Not fitted to a card: deepstow fit --config out.yaml " in Path("out.yaml").read_text()
 
 
-def test_what_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "_saving", list)
     saved("model", {**LLAMA, "hidden_size": 32768, "intermediate_size": 65536})
     written("--model", "model", "--card", "rtx3060")
     first, _, last = capsys.readouterr().out.splitlines()

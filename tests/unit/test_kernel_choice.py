@@ -13,7 +13,7 @@ from tests.helpers.tiny import LLAMA, run_config
 AUTO = {"attn_implementation": "auto"}
 FLASH = "flash_attention_2"
 LLAMA4 = {
-    "model_type": "llama4_text", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "model_type": "llama4_text", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64,
 }  # fmt: skip
 

@@ -90,12 +90,11 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
 @pytest.mark.parametrize(
     ("strategies", "ranks", "where"),
     [
-        ({}, 1, "gradient"),
         (OFFLOAD, 1, "gradient"),
         (PIPELINE, 2, "gradient"),
         (ALONE, 2, "gradient of the first rank"),
     ],
-    ids=["plain", "offload", "two stages", "one rank that trains alone"],
+    ids=["offload", "two stages", "one rank that trains alone"],
 )
 def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any], ranks: int, where: str) -> None:
     """Forward is finite: the first gradient of backward is named. All ranks end, also those whose own are finite."""

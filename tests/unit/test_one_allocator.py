@@ -57,11 +57,10 @@ def test_training_maps_and_pins_nothing_after_the_start(offload: bool, monkeypat
 def test_a_graph_outlives_the_arena_of_its_saved_tensors() -> None:
     """Backward over a graph that was made before ``close``."""
     torch.manual_seed(0)
-    grads = []
+    grads, options = [], {"policy": "full", "activation_offloading": True}
+    plan = plan_for(model_of(MODELS["llama"]), batch=(2, 8), max_grad_norm=None, recompute=options)
     for closes in (False, True):
         model, ids = model_of(MODELS["llama"]), torch.arange(16).view(2, 8)
-        options = {"policy": "full", "activation_offloading": True}
-        plan = plan_for(model, batch=(2, 8), max_grad_norm=None, recompute=options)
         recompute(model, plan)
         optimizer = stow(model, plan, device="cpu")
         x = model.get_input_embeddings()(ids).detach().requires_grad_()

@@ -278,7 +278,7 @@ def fits(known: Facts, saved: int, device_bytes: int, host_bytes: int, **asked: 
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans())
 def test_a_refusal_is_true_and_its_advice_is_enough(known: Facts, device: int, host: int, knows_rates: bool) -> None:
     """Nothing that the options leave open would have fitted, and what the message says to write does."""
@@ -347,7 +347,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(random_facts(), options, st.integers(1, 400_000), st.booleans())
 def test_what_is_chosen_is_valid_and_within_the_budget(
     known: Facts, asked: dict[str, Any], budget: int, knows_rates: bool

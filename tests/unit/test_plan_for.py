@@ -88,7 +88,7 @@ def test_what_torchs_optimizers_take(kind: str) -> None:
 @pytest.mark.parametrize("kind", [rarely("qwen3"), "llama"])
 def test_what_is_saved_with_and_without_a_mask(kind: str) -> None:
     """To the byte; on full rows attention keeps less, where heads are grouped."""
-    model = model_module.build(*section_of({**MODELS[kind], "num_hidden_layers": 5}), seed=0, partitioned=False).train()
+    model = model_module.build(*section_of({**MODELS[kind], "num_hidden_layers": 3}), seed=0, partitioned=False).train()
     ids = torch.randint(0, 64, (2, 16))
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0

@@ -115,7 +115,6 @@ def config_of(prune: Any, **more: Any) -> Any:
         ({"method": "2:4", "sparsity": 0.7}, {}, "prune.sparsity = 0.7: two of four are half"),
         ({"method": "2:4", "schedule": "cubic"}, {}, 'prune.schedule = "cubic": two of four go at once'),
         ({"modules": "("}, {}, 'prune.modules = "(": is no regular expression'),
-        ({}, {"model": {"lora": {"r": 2}}}, "model.lora = "),
         ({}, {"torch_compile": True}, "training.torch_compile = true"),
         ({"method": "wanda"}, {"data": {"streaming": True}, "max_steps": 3}, "data.streaming = true: cannot go"),
         (

@@ -25,10 +25,10 @@ LARGE = {"model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "n
 LLAMA_8 = {**SMALL, "intermediate_size": 14_336, "num_key_value_heads": 8, "vocab_size": 128_256}
 LIKE_MPT = {**SMALL, "intermediate_size": 11_008, "vocab_size": 50_368}
 LLAMA_70 = {**LARGE, "intermediate_size": 28_672, "num_key_value_heads": 8, "vocab_size": 32_000}
-RUNS: tuple[tuple[dict[str, object], int, int, str, tuple[int, ...]], ...] = (
-    (LLAMA_8, 8, 8192, "selective", (5762, 6667)),
+RUNS = (
+    pytest.param(LLAMA_8, 8, 8192, "selective", (5762, 6667), marks=pytest.mark.slow),
     (LIKE_MPT, 8, 2048, "none", (10_643,)),
-    (LLAMA_70, 64, 2048, "full", (1039,)),
+    pytest.param(LLAMA_70, 64, 2048, "full", (1039,), marks=pytest.mark.slow),
 )
 
 

@@ -118,16 +118,10 @@ def test_refused_by_the_plan(config: Any, size: int, line: str) -> None:
         count_model(config_of({**TRAINED, "group_size": size}, config))
 
 
-@pytest.mark.parametrize(
-    ("config", "layer"),
-    [
-        ({**LLAMA, "model_type": "phimoe", "num_local_experts": 4}, "PhimoeTopKRouter"),
-        ({**HEADS, **ENDS, "model_type": "falcon"}, "FalconLinear"),
-    ],
-)
-def test_layers_with_a_forward_of_their_own(config: Any, layer: str) -> None:
+def test_layers_with_a_forward_of_their_own() -> None:
     """torchao would replace them by layers that compute without it."""
-    with pytest.raises(ConfigError, match=rf'quantize\.qat = "int4_group": torchao trains .* is a {layer}, which'):
+    config = {**HEADS, **ENDS, "model_type": "falcon"}
+    with pytest.raises(ConfigError, match=r'quantize\.qat = "int4_group": torchao trains .* is a FalconLinear, which'):
         count_model(config_of(TRAINED, config))
     count_model(config_of({**TRAINED, "qat": None}, config))
 

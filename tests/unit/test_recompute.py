@@ -25,6 +25,7 @@ from deepstow.strategies.planner.step_cost import plan_cost
 from deepstow.strategies.report import full_report
 from deepstow.strategies.report.plan_table import rows, table
 from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
+from tests.helpers.marks import slowly
 from tests.unit.test_step_cost import FAST
 
 MIB = 1 << 20
@@ -139,7 +140,7 @@ def test_auto_weighs_the_link(link: float, sends: bool) -> None:
         assert each.peak(Tier.DEVICE) <= state + 22 * MIB + 1
 
 
-@pytest.mark.parametrize(("link", "mib", "sends"), [(1e10, 40, True), (1e8, 60, False)])
+@pytest.mark.parametrize(("link", "mib", "sends"), [(1e10, 40, True), slowly(1e8, 60, False)])
 def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, mib: int, sends: bool) -> None:
     """A fast link carries products and inputs, and saves making them again; a slow one is busy with weights."""
     rates = replace(FAST, gemm_fp32_flops_per_s=1e11, up_bytes_per_s=link, down_bytes_per_s=link)

@@ -53,7 +53,9 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(autouse=True)
 def fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the table that follows a refusal for memory, each of which is a plan."""
+    plain = fit._plain
     monkeypatch.setattr(fit, "_saving", list)
+    monkeypatch.setattr(fit, "_plain", lambda config: plain(config)[:1])
 
 
 def planned(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:

@@ -96,7 +96,7 @@ def test_without_an_accelerator_both_memories_are_one() -> None:
 def test_the_budgets_are_those_of_the_config() -> None:
     """Beside them what Python has on the host; without a strategy that has any, nine tenths."""
     card = profile("rtx4090-pcie4")
-    given = {"offload": {"gpu_memory": "64MiB", "host_memory": "3GiB"}}
+    given = {"offload": {"gpu_memory": "64MiB", "host_memory": "3GiB", "site": "host"}}
     for strategies, device, host in ((given, 64 << 20, 3 << 30), ({}, 0, 0)):
         config = run_config(LLAMA, strategies=strategies, data={"path": "pydoc", "max_length": 16}, bf16=True)
         (plan,) = plans_of(config, Ranks(), card)

@@ -19,7 +19,7 @@ from deepstow.trainer.distributed.spawn import run_world
 from deepstow.trainer.run.trainer import Trainer
 from deepstow.trainer.verify.verify import compare, full_weights
 from tests.helpers.moves import forget_run, made
-from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
+from tests.helpers.tiny import LLAMA, VOCAB, run_config
 from tests.helpers.worlds import run_counted
 
 Row = Mapping[str, Sequence[int]]
@@ -48,11 +48,13 @@ def train(ranks: Ranks, config: RunConfig, train_rows: Sequence[Row]) -> dict[st
         trainer.accelerator.free_memory()
 
 
-def trained(ranks: Ranks, configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    """What ``train`` has of each, on the same rows in the same ranks."""
+def trained(
+    ranks: Ranks, configs: Mapping[str, RunConfig], data: Mapping[str, Sequence[Row]] | None = None
+) -> dict[str, dict[str, Any]]:
+    """What ``train`` has of each in the same ranks, on the same rows if each has no ``data`` of its own."""
     found = {}
     for name, config in configs.items():
-        found[name] = train(ranks, config, UNEVEN)
+        found[name] = train(ranks, config, data[name] if data else UNEVEN)
         forget_run()
     return found
 
@@ -76,6 +78,14 @@ def test_the_mean_loss_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # Evaluation
+
+
+def evaluated(ranks: Ranks, configs: Sequence[RunConfig], held_out: Sequence[Row]) -> list[dict[str, float]]:
+    found = []
+    for config in configs:
+        found.append(evaluate(ranks, config, held_out))
+        forget_run()
+    return found
 
 
 def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row]) -> dict[str, float]:
@@ -106,19 +116,21 @@ def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row]) -> dict[s
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategies", [{}, OFFLOADED], ids=["plain", "offloaded"])
-def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, strategies: Any) -> None:
+def test_evaluation_is_the_mean_over_tokens(tmp_path: Path) -> None:
     """Seven rows of different length, two at a time: the last batch is smaller, and one of two ranks has a row less."""
     held_out = [document(length, index, masked=length // 3) for index, length in enumerate((5, 16, 9, 12, 6, 14, 4))]
-    config = run_config(
-        {**LLAMA, "initializer_range": 0.4}, output_dir=tmp_path, per_device_eval_batch_size=2, eval_strategy="epoch",
-        data={"eval_fraction": 0.5}, strategies=strategies,
-    )  # fmt: skip
-    found = run_counted(2, evaluate, config, held_out)
-    assert found["tokens"] == found["counted"]
-    assert found["reported"] == pytest.approx(found["hand"], rel=1e-6)
-    assert found["perplexity"] == pytest.approx(np.exp(found["hand"]), rel=1e-5)
-    assert abs(found["by_rows"] - found["hand"]) > 1e-3 * found["hand"]  # else nothing would have been tested
+    configs = [
+        run_config(
+            {**LLAMA, "initializer_range": 0.4}, output_dir=tmp_path, per_device_eval_batch_size=2,
+            eval_strategy="epoch", data={"eval_fraction": 0.5}, strategies=strategies,
+        )
+        for strategies in ({}, OFFLOADED)
+    ]  # fmt: skip
+    for found in run_counted(2, evaluated, configs, held_out):
+        assert found["tokens"] == found["counted"]
+        assert found["reported"] == pytest.approx(found["hand"], rel=1e-6)
+        assert found["perplexity"] == pytest.approx(np.exp(found["hand"]), rel=1e-5)
+        assert abs(found["by_rows"] - found["hand"]) > 1e-3 * found["hand"]  # else nothing would have been tested
 
 
 # What a step is made of
@@ -153,27 +165,27 @@ def in_rows(documents: Sequence[Row], length: int, *, packing: bool) -> list[dic
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_packed_training_is_unpacked_training(tmp_path: Path, base: Mapping[str, Any]) -> None:
+def test_packed_training_is_unpacked_training(tmp_path: Path) -> None:
     """One step of plain SGD at rate 1 shows the gradient; see [Rounding] in trainer/data/collate.py for tolerance."""
     documents = [document(length, index) for index, length in enumerate((10, 6, 9, 7, 11, 5, 16, 12))]
     filled = in_rows(documents, 16, packing=True)
     assert len(filled) == 5
     assert max(row["position_ids"].count(0) for row in filled) == 2
 
-    def found(data: Sequence[Row], packing: bool) -> dict[str, Any]:
-        config = run_config(
-            base, output_dir=tmp_path, data={"packing": packing}, max_steps=1, logging_steps=1,
+    def config_of(data: Sequence[Row], packing: bool) -> RunConfig:
+        return run_config(
+            LLAMA, output_dir=tmp_path, data={"packing": packing}, max_steps=1, logging_steps=1,
             per_device_train_batch_size=len(data), **STEP,
         )  # fmt: skip
-        return dict(run_world(1, train, config, data))
 
-    alone, together = found(in_rows(documents, 16, packing=False), False), found(filled, True)
+    forgotten = [{**row, "position_ids": list(range(len(row["input_ids"])))} for row in filled]
+    data = {"alone": in_rows(documents, 16, packing=False), "together": filled, "forgotten": forgotten}
+    configs = {name: config_of(rows, name != "alone") for name, rows in data.items()}
+    alone, together, others = run_world(1, trained, configs, data).values()
     assert worst(alone, together) <= 1e-6
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-    forgotten = [{**row, "position_ids": list(range(len(row["input_ids"])))} for row in filled]
-    assert worst(alone, found(forgotten, True)) > 1e-4  # documents that see each other give other gradients
+    assert worst(alone, others) > 1e-4  # documents that see each other give other gradients
 
 
 # What is logged

@@ -32,7 +32,7 @@ WAIT_DEVICE, WAIT_HOST = "gradients wait on the device", "gradients wait on the 
 
 def offloading(options: Mapping[str, Any], base: Mapping[str, Any] = LLAMA, **training: Any) -> RunConfig:
     layers = "n_layer" if base is GPT2 else "num_hidden_layers"
-    return run_config({**base, layers: 6}, strategies={"offload": options}, **training)
+    return run_config({**base, layers: 4}, strategies={"offload": options}, **training)
 
 
 def shown(config: RunConfig) -> tuple[Any, list[Any]]:
@@ -49,21 +49,18 @@ def facts_of(config: RunConfig) -> Facts:
 
 
 @pytest.mark.parametrize(
-    ("options", "training", "expected"),
+    ("options", "expected"),
     [
-        ({"site": "host", "gradients": "device"}, {}, [TRAVEL, ON_HOST, WAIT_DEVICE]),
-        ({"site": "streamed", "weights": "streamed", "gradients": "host"}, {}, [TRAVEL, STREAMED, WAIT_HOST]),
-        ({"site": "host", "weights": "streamed", "bucket_size": "10GiB"}, {}, [TRAVEL, ON_HOST]),
-        ({"site": "host", "weights": "streamed"}, {"gradient_accumulation_steps": 2, "bf16": True}, [TRAVEL, ON_HOST]),
-        ({}, {}, [TRAVEL]),
+        ({"site": "host", "gradients": "device"}, [TRAVEL, ON_HOST, WAIT_DEVICE]),
+        ({"site": "streamed", "weights": "streamed", "gradients": "host"}, [TRAVEL, STREAMED, WAIT_HOST]),
+        ({"site": "host", "weights": "streamed", "bucket_size": "10GiB"}, [TRAVEL, ON_HOST]),
+        ({}, [TRAVEL]),
     ],
     ids=str,
 )
-def test_what_the_real_plan_moves_the_copy_moves(
-    options: dict[str, Any], training: dict[str, Any], expected: list[str]
-) -> None:
+def test_what_the_real_plan_moves_the_copy_moves(options: dict[str, Any], expected: list[str]) -> None:
     # The one bucket of the tied model holds everything, so that what is seen of it does not travel.
-    real, copies = shown(offloading(options, GPT2 if "bucket_size" in options else LLAMA, **training))
+    real, copies = shown(offloading(options, GPT2 if "bucket_size" in options else LLAMA))
     found = frozenset().union(*(copy.shows for copy in copies))
     assert found >= set(expected)
     assert not moves(real.layout) or found >= features(real.layout)
