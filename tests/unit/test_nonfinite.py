@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepstow.strategies.engine.buckets.jobs import Scale
+from deepstow.strategies.engine.buckets.bucket_state import Scale
 from deepstow.strategies.engine.transfer.transfer import Event, Transfer
 from deepstow.strategies.engine.updating.clipping import NonFiniteError, SkippedSteps
 from deepstow.trainer.config.sections import RunConfig
