@@ -1,7 +1,7 @@
 """How the runtime calls a device, beside what it computes there."""
 
 import threading
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from deepstow.strategies.engine import stow
 from deepstow.strategies.engine.memory import accelerator
-from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Stream, Transfer
+from deepstow.strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Stream
 from deepstow.strategies.engine.transfer.worker import Worker
 from deepstow.strategies.engine.updating.norms import together
 from deepstow.trainer.machine.block_timing import UnitClock
@@ -163,38 +163,21 @@ class Watched(AcceleratorTransfer):
         super().host_wait(*events)
 
 
-def grown(
-    count: Callable[[], int], moves: Transfer, layout: str, fused: bool, norm: float = 0.5, accumulation: int = 1
-) -> list[int]:
-    """By how much ``count`` grows in each of some steps, after two that warm up."""
-    model, found = build("llama"), []
+def grown(device: Any, layout: str, *, fused: bool, norm: float = 0.5, accumulation: int = 1) -> list[tuple[int, int]]:
+    """In each of some steps, after two that warm up: copies and events that the loop waited for, and new events."""
+    model, moves, found = build("llama"), Watched(), [(0, 0)]
     optimizer = sides.stowed(model, layout, fused, moves, max_norm=norm, accumulation=accumulation, debug=False)
     batches = [{name: value.to(chosen.kind) for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
     for _ in range(5):
-        before = count()
         for batch in batches:
             model(**batch).loss.backward()
         if norm:
             optimizer.clip_grad_norm_(norm)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(count() - before)
+        found.append((device.counts()["sync_copies"] + moves.waited, len(moves.events)))
     optimizer.close()
-    return found[2:]
-
-
-def waits(device: Any, layout: str, *given: Any) -> int:
-    """Copies and events that the loop waited for."""
-    moves = Watched()
-    return sum(grown(lambda: device.counts()["sync_copies"] + moves.waited, moves, layout, *given))
-
-
-@pytest.mark.parametrize("layout", sides.LAYOUTS)
-@pytest.mark.usefixtures("there")
-def test_events_are_used_again(layout: str) -> None:
-    """A step needs no more of them than the one before; in one or another the worker may let go of its own later."""
-    moves = Watched()
-    assert min(grown(lambda: len(moves.events), moves, layout, True, 0.5, 2)) == 0 < len(moves.events)
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(found)][2:]
 
 
 def test_an_event_that_somebody_holds_is_not_used_again(there: torch.device) -> None:
@@ -210,11 +193,14 @@ def test_an_event_that_somebody_holds_is_not_used_again(there: torch.device) -> 
 @pytest.mark.parametrize("layout", sides.LAYOUTS)
 @pytest.mark.usefixtures("there")
 def test_nobody_waits_within_a_step(layout: str, norm: float, accumulation: int, device: Any) -> None:
-    """Copies of pageable memory make the host wait, and so do numbers that it asks for."""
-    assert waits(device, layout, True, norm, accumulation) == 0
+    """Copies of pageable memory make the host wait, and so do numbers that it asks for. A step needs no more events
+    than the one before; in one or another the worker may let go of its own later.
+    """
+    waited, events = zip(*grown(device, layout, fused=True, norm=norm, accumulation=accumulation), strict=True)
+    assert sum(waited) == 0 == min(events)
 
 
 @pytest.mark.usefixtures("there")
 def test_what_waits_is_counted(device: Any) -> None:
     """Torch's kernel that is not fused asks for its counts one by one."""
-    assert waits(device, "device, resident", False) > 0
+    assert sum(waited for waited, _ in grown(device, "device, resident", fused=False)) > 0

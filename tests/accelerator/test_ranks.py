@@ -44,7 +44,8 @@ def opened() -> Any:
 def unlike(ranks: Ranks, group: Any) -> list[str]:
     """What differs; of every other case copies up lag behind all else, of the others copies down."""
     lagging = cycle((Stream.DOWN, Stream.UP))
-    few = Table({"model": ("blocks", "llama"), **{name: FACTORS[name] for name in FEW}}, FORBIDDEN)
+    ends = {"weights": ("travelling", "resident"), "bucket": ("one", "several")}
+    few = Table({"model": ("blocks", "llama"), **{name: FACTORS[name] for name in FEW}, **ends}, FORBIDDEN)
     rows: list[Row] = [{**CASE, **row} for row in few.rows()]
     rows.append({**rows[0], **FAST, "split": False})
 

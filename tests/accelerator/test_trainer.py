@@ -50,23 +50,21 @@ def left(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
 
 
 def test_offload_has_the_bits_of_plain_training(device: Any, tmp_path: Path) -> None:
-    """With saved tensors on the host and a tied head, at once, and stopped after two steps and gone on with."""
+    """With saved tensors on the host and a tied head, stopped after two steps and gone on with."""
     both = {"offload": OFFLOAD, "recompute": {"policy": "selective", "activation_offloading": True}}
     same: dict[str, Any] = {"tied": True, "lr_scheduler_type": "constant"}
     assert run(tmp_path / "plain", {}, **same) == 0
     before = device.counts()
-    assert run(tmp_path / "whole", both, **same) == 0
-    after = device.counts()
-    assert after["async_copies"] > before["async_copies"] and after["async_kernels"] - before["async_kernels"] > 1000
     assert run(tmp_path / "parts", both, max_steps=2, **same) == 0
+    after = device.counts()
+    assert after["async_copies"] > before["async_copies"] and after["async_kernels"] - before["async_kernels"] > 500
     assert run(tmp_path / "parts", both, resume_from_checkpoint="auto", **same) == 0
     steps, weights = left(tmp_path / "plain")
     assert len(steps) == 4
-    for name in ("whole", "parts"):
-        ours, our_weights = left(tmp_path / name)
-        assert steps[2:] == ours[-2:] and (name == "parts" or steps == ours)
-        assert weights.keys() == our_weights.keys()
-        assert all(torch.equal(value, our_weights[key]) for key, value in weights.items())
+    ours, our_weights = left(tmp_path / "parts")
+    assert steps[2:] == ours[-2:]
+    assert weights.keys() == our_weights.keys()
+    assert all(torch.equal(value, our_weights[key]) for key, value in weights.items())
 
 
 @pytest.mark.simulated("Accelerate knows CUDA, and torch has collectives for it")

@@ -56,12 +56,12 @@ FP32 = _table(
 DRAWING = ("gpt2", "opt", "bert")  # random numbers
 BF16 = _table("llama", "experts", "gpt2", bucket=("one", "half"))
 IN_STAGES = _table(
-    "llama", "gpt2", "experts",
+    "gpt2", "experts",
     clip=("off", "tight"), accumulation=(4,), order=("1f1b", "gpipe"), transfer=("delayed", "watched", "vacant"),
 )  # fmt: skip
 IN_LAYERS = _table(
-    "llama", "qwen3", "bloom", "mixtral", "experts", *DRAWING,
-    tied=(False,), accumulation=(2, 3, 7), dtype=(torch.float32, torch.bfloat16), order=("layers",),
+    "llama", "mixtral", "experts", "gpt2",
+    tied=(False,), accumulation=(2, 3), dtype=(torch.float32, torch.bfloat16), order=("layers",),
     transfer=("delayed", "watched", "vacant", "at-once"),
     clip=("in-backward", "passing", "off", "tight", "loose"), prefetch=(2, 0, 1, 5),
 )  # fmt: skip

@@ -48,8 +48,8 @@ def _owed(config: RunConfig, rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "training", "ways"),
     [
-        (TOPK, {}, {"plain": {}, "host": ON_HOST, "spans": SPANS, "gathered": GATHERED}),
-        (MOMENTUM, SGD, {"plain": {}, "host": ON_HOST, "spans": SPANS}),
+        (TOPK, {}, {"plain": {}, "spans": SPANS, "gathered": GATHERED}),
+        (MOMENTUM, SGD, {"plain": {}, "host": ON_HOST}),
         pytest.param(INT8, {}, {"plain": {}, "device": ON_DEVICE, "passing": PASSING}, marks=pytest.mark.slow),
     ],
     ids=["topk", "momentum", "int8"],

@@ -45,15 +45,12 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
     "clipped": (FP32, {"max_norm": 0.05}, {"park": "host"}),
     "in backward": (FP32, {"groups": 2}, {"in_backward": True, "weights": "travelling"}),
     "accumulated": (BF16, {"accumulation": 2, "max_norm": 0.05}, {"park": "host", "weights": "travelling"}),
-    "masters": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "bucket": "half"}),
     "masters, in backward": (BF16, {}, {"in_backward": True, "park": "host"}),
-    "weights": (BF16, {}, ALL | {"park": "host"}),
     "weights, half blocks": (BF16, {}, ALL | {"bucket": "half", "prefetch": 1}),
     "weights in fp32": (FP32, {"groups": 2}, ALL | {"disk": ("a", "b", "c")}),
     "weights, accumulated": (BF16, {"accumulation": 2, "max_norm": 0.05}, THERE | {"park": "host"}),
     "weights, their gradients accumulated on the device": (BF16, {"accumulation": 2}, ALL),
     "weights, every other one": (BF16, {}, ALL | {"weights": "some", "park": "host"}),
-    "masters, three drives": (BF16, {}, {"weights": "travelling", "bucket": "half", "disk": ("a", "b", "c")}),
 }
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
 

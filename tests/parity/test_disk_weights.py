@@ -155,7 +155,7 @@ def test_the_files_are_within_what_they_may_take() -> None:
     ).facts
     given: Any = {"weights": "streamed", "disk": [f"/{number}" for number in range(3)], "bucket_size": "4KiB"}
     taken = set[int]()
-    for most in range(64 << 10, 256 << 10, 8 << 10):
+    for most in range(64 << 10, 256 << 10, 24 << 10):
         for host in (256 << 10, 128 << 10):
             try:
                 found = planned(facts, **given, disk_memory=f"{most}B", host_memory=host).layout

@@ -33,6 +33,7 @@ from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.checks import Before, check
 from deepstow.trainer.run.data import read_data
 from tests.e2e.commands import write_jsonl
+from tests.helpers.marks import slowly
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, WORDS = 24, 300
@@ -123,10 +124,10 @@ def both(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("on", ["logits", "both"])
-def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, both: Path, tmp_path: Path, on: str) -> None:
+@pytest.mark.parametrize("on", [slowly("logits"), "both"])
+def test_as_a_loop_with_a_live_teacher(home: Path, tmp_path: Path, on: str, request: pytest.FixtureRequest) -> None:
     """Rounding apart: the teacher's batches are others, and its answers are added up in another order."""
-    plain = plain if on == "logits" else both
+    plain: Path = request.getfixturevalue("plain" if on == "logits" else "both")
     given = {key: value for key, value in SAID.items() if key != "report_to"}
     arguments = transformers.TrainingArguments(
         str(tmp_path), **given, report_to="none", remove_unused_columns=False, lr_scheduler_type="linear"

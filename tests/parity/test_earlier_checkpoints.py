@@ -114,7 +114,7 @@ REFUSED: Mapping[str, tuple[Kind, str]] = {
 }
 # In ``make test``: each kind of file, and each reader of one.
 QUICK: Mapping[int, Sequence[str]] = {
-    1: ("plain, momentum", "host, bf16", "speculative", "no copies", "disk, trained weights", "adapters, fp8", *INT8),
+    1: ("plain, momentum", "host, bf16", "disk, trained weights", "adapters, fp8", *INT8),
     2: ("zero 3", "shared, zero 3, bf16", "pipeline, offload", "tensor, zero 1", "experts", "topk, shared"),
 }
 

@@ -127,7 +127,7 @@ def trainable(spec: Spec) -> bool:
     return bool(loss.requires_grad) and len({id(group) for group in groups_of(model, 2) if group["params"]}) == 2
 
 
-@settings(max_examples=40, **STEADY)
+@settings(max_examples=25, **STEADY)
 @given(specs(), loops, st.sampled_from([torch.float32, torch.bfloat16]), st.data())
 def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], dtype: torch.dtype, data: st.DataObject) -> None:
     assume(trainable(spec))

@@ -256,12 +256,11 @@ def common_memory(ranks: Ranks, dtype: torch.dtype, weights: str) -> list[str]:
 
 LOOPS: Mapping[str, Callable[[Ranks], list[Any]]] = {
     "one bad rank, bf16, clipped": partial(one_bad_rank, max_norm=1.0, dtype=torch.bfloat16, zero=None),
-    "one bad rank, bf16, shared": partial(one_bad_rank, max_norm=0.0, dtype=torch.bfloat16, zero={"stage": 3}),
     "one bad rank, clipped, shared": partial(one_bad_rank, max_norm=1.0, dtype=torch.float32, zero={"stage": 3}),
     "blocks left out, clipped, streamed": partial(leaving_out, site="streamed"),
     "blocks left out, clipped, bf16": partial(leaving_out, site="host", dtype=torch.bfloat16),
     **{f"a block left out by all, {site}": partial(leaving_out, site=site, shared=True)
-       for site in ("host", "streamed", "device")},
+       for site in ("host", "streamed")},
     "buffers, accumulated": partial(buffers, accumulation=3),
     "summed first": summed_first,
     "read between backward and step": between,

@@ -25,7 +25,7 @@ from deepstow.trainer.planning.plan_for import plan_for
 from deepstow.trainer.run import building
 from deepstow.trainer.run.exporting.export import export
 from deepstow.trainer.verify.verify import _tokenizer
-from tests.helpers.doubles import Delayed, RaceDetector, Vacant
+from tests.helpers.doubles import RaceDetector, Vacant
 from tests.helpers.engine import differences, plain, stowed
 from tests.helpers.models import build, tokens
 from tests.helpers.tiny import LLAMA, MIXTRAL
@@ -52,7 +52,7 @@ def planned(model: nn.Module, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "dtype", "make"),
-    [(STAYS, FP32, Delayed), (STAYS, BF16, RaceDetector), (TRAVELS, FP32, RaceDetector), (TRAVELS, BF16, Vacant)],
+    [(STAYS, BF16, RaceDetector), (TRAVELS, FP32, RaceDetector), (TRAVELS, BF16, Vacant)],
 )
 def test_the_bits_are_those_of_the_rounded_model(where: Any, dtype: torch.dtype, make: Callable[[], Transfer]) -> None:
     batches, model = tokens("llama", 3), base(dtype)
@@ -64,10 +64,9 @@ def test_the_bits_are_those_of_the_rounded_model(where: Any, dtype: torch.dtype,
     assert differences(plain(base(dtype), batches), expected) != [], "rounding changes nothing"
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_link_and_the_arenas_have_a_byte_per_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_link_and_the_arenas_have_a_byte_per_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that the plan says, of the host, the device and each fetch, are those that are there and that go up."""
-    model = base(dtype)
+    model = base(BF16)
     plan = planned(model, weights="streamed", prefetch=0, site="device")
     layout, addresses = plan.layout, plan.place.addresses
     fp8s = [bucket for bucket in layout.buckets if bucket.frozen_as]
@@ -140,7 +139,7 @@ def test_refused() -> None:
 # --- adapters, by config --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral"])
+@pytest.fixture(scope="module")
 def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -168,6 +167,7 @@ def made_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
 def test_saved_and_exported_weight_by_weight(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan has memory for a second base: a checkpoint of adapters makes nothing of it whole, an export one weight
     after the other."""
@@ -181,7 +181,9 @@ def test_saved_and_exported_weight_by_weight(saved: Path, monkeypatch: pytest.Mo
     assert len(counts) > 10 and set(counts) == {1}
 
 
-@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
+@pytest.mark.parametrize(
+    ("saved", "merge"), [("mixtral", False), ("llama", True)], indirect=["saved"], ids=["adapters", "merged"]
+)
 def test_adapters_resumed_and_exported(merge: bool, saved: Path) -> None:
     """The bits of Transformers and PEFT alone on the rounded base; fused experts travel so, too."""
     lora = {**LORA, "target_modules": ["q_proj", "v_proj"], "export": "merged" if merge else "adapter"}
@@ -212,6 +214,7 @@ def on_ranks(ranks: Ranks, config: RunConfig) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.parametrize("saved", ["llama", "mixtral"], indirect=True)
 def test_two_ranks_end_with_the_bits_of_one(saved: Path) -> None:
     """Each has the codes; one rank takes both micro-batches."""
     lora = {**LORA, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}

@@ -1,6 +1,6 @@
 """All micro-batches of a step pass a layer before the next: the bits of plain accumulation, whatever moves where.
 
-Rows as in ``test_engine.py``. Of nine batches the last window has fewer, unless three are together.
+Rows as in ``test_engine.py``.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from deepstow.strategies.core.facts import Tier
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.engine import AdamW, stow
 from deepstow.strategies.engine.buckets.bucket_state import BucketState
-from deepstow.strategies.engine.forward.checkpointing import recompute, room_of
+from deepstow.strategies.engine.forward.checkpointing import recompute
 from deepstow.strategies.engine.layers_first import LayersFirst
 from deepstow.strategies.engine.residency import Residency
 from deepstow.strategies.planner.step_cost import plan_cost, traffic
@@ -46,7 +46,7 @@ from tests.helpers.fakes import GPU
 from tests.helpers.grid import FORBIDDEN, IN_LAYERS, run, title
 from tests.helpers.models import build, causal, tokens
 from tests.helpers.moves import OFFLOAD, Kind, common_ends, different
-from tests.helpers.pairwise import Row, Table
+from tests.helpers.pairwise import Table
 from tests.helpers.worlds import run_counted
 from tests.unit.test_step_cost import FAST
 
@@ -55,20 +55,18 @@ COUNT = 4  # micro-batches of a step
 
 
 def rows(strength: int) -> list[Any]:
-    table = Table(IN_LAYERS.factors, FORBIDDEN, strength)
-    return [pytest.param(row, id=title(row)) for row in table.rows()]
+    return [pytest.param(row, id=title(row)) for row in Table(IN_LAYERS.factors, FORBIDDEN, strength).rows()]
 
 
 @pytest.mark.parametrize("row", rows(2))
-def test_bits(row: Row) -> None:
-    dtype: Any = row.get("dtype", torch.float32)
-    assert run({name: level for name, level in row.items() if name != "dtype"}, dtype) == []
+def test_bits(row: Any) -> None:
+    assert run(row, row["dtype"]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", rows(3))
-def test_bits_any_three_levels(row: Row) -> None:
-    test_bits(row)
+def test_bits_any_three_levels(row: Any) -> None:
+    assert run(row, row["dtype"]) == []
 
 
 def batches(number: int = 2 * COUNT + 1) -> list[dict[str, Tensor]]:
@@ -117,28 +115,13 @@ def test_what_forward_keeps(options: dict[str, Any]) -> None:
     assert (plan.hosted_bytes() > 0) is sends
 
 
-def test_nothing_that_is_sent_finds_no_room() -> None:
-    """The room on the host is that of all micro-batches, and forward leaves none of it empty."""
-    model = build("llama")
-    plan = made(model, recompute={"policy": "full", "activation_offloading": True})
-    recompute(model, plan)
-    optimizer = stow(model, plan, None, AdamW(lr=LR))
-    optimizer.backward_all([lambda batch=batch: model(**batch).loss for batch in batches(COUNT)])
-    room = room_of(model)
-    assert room is not None and room.num_refused == 0 and room.traffic[1] > 0
-    optimizer.close()
-
-
-@pytest.mark.parametrize("tight", [False, True])
-def test_weights_cross_twice_and_gradients_once_whatever_the_accumulation(tight: bool) -> None:
-    """And what is measured is what the plan says, also where the next weights wait for the address of these."""
+def test_weights_cross_twice_and_gradients_once_whatever_the_accumulation() -> None:
+    """And what is measured is what the plan says, where the next weights wait for the address of these."""
     model = build("llama")
     options: dict[str, Any] = {"site": "host", "gradients": "host", "recompute": {"policy": "full"}}
-    if tight:
-        with pytest.raises(MemoryRefusal) as refused:
-            made(model, gpu_memory="1KiB", **options)
-        options |= {"gpu_memory": refused.value.needed}
-    plan = made(model, **({} if tight else {"prefetch": 1}), **options)
+    with pytest.raises(MemoryRefusal) as refused:
+        made(model, gpu_memory="1KiB", **options)
+    plan = made(model, gpu_memory=refused.value.needed, **options)
     recompute(model, plan)
     optimizer = stow(model, plan, None, AdamW(lr=LR), beside=False)
     steps = []
@@ -163,35 +146,29 @@ def frozen(model: nn.Module) -> None:
         param.requires_grad_("layers.0" not in name and "embed" not in name)
 
 
-def adapted(model: nn.Module, **options: Any) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(3)
-    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("change", [frozen, adapted])
-def test_what_is_not_trained(change: Callable[[nn.Module], Any]) -> None:
-    wanted, found, _ = both(partial(build, "llama"), change)
+def test_what_is_not_trained() -> None:
+    wanted, found, _ = both(partial(build, "llama"), frozen)
     assert differences(wanted, found) == []
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("gpt2", "none"), ("gpt2", "full"), ("bert", "selective"), ("lora", "selective")]
+)
 def test_dropout(kind: str, policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """Of embeddings, hidden states, attention and adapters, in micro-batches of different lengths, counted once."""
-    name, change = ("llama", dropped) if kind == "lora" else (kind, untouched)
-    wanted, found, plan = both(partial(build, name), change, recompute={"policy": policy}, site="streamed")
+    make = partial(build, "llama" if kind == "lora" else kind)
+    change = dropped if kind == "lora" else lambda model: None
+    wanted, found, plan = both(make, change, recompute={"policy": policy}, site="streamed")
     assert plan.facts.run.draws and "is run once more" not in caplog.text
     assert differences(wanted, found) == []
 
 
-def untouched(model: nn.Module) -> None:
-    """Nothing."""
-
-
 def dropped(model: nn.Module) -> None:
-    adapted(model, lora_dropout=0.2)
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.2)
+    get_peft_model(model, lora)  # type: ignore[arg-type]
 
 
 def routed() -> nn.Module:
@@ -211,15 +188,14 @@ def test_a_loss_that_reads_more_of_the_blocks(keeps: bool) -> None:
     assert differences(wanted, found) == []
 
 
-@pytest.mark.parametrize("order", ["layers", "micro_batches"])
-def test_more_rows_of_an_evaluation_than_training_leaves_room_for(order: str) -> None:
+def test_more_rows_of_an_evaluation_than_training_leaves_room_for() -> None:
     """The plan is made anew, in the order that was asked for."""
     model = build("llama")
     with pytest.raises(MemoryRefusal) as refused:
-        made(model, order=order, gpu_memory="1KiB")
+        made(model, gpu_memory="1KiB")
     budget = int(1.3 * refused.value.needed)
-    plan = made(model, order=order, gpu_memory=budget, eval_rows=16)
-    assert plan.facts.run.layerwise == (COUNT if order == "layers" else 1)
+    plan = made(model, gpu_memory=budget, eval_rows=16)
+    assert plan.facts.run.layerwise == COUNT
     assert plan.facts.run.evaluation_rows == 16 and plan.peak(Tier.DEVICE) <= budget
 
 
@@ -237,31 +213,22 @@ def test_a_tied_head_differs_by_the_order_of_sums_only() -> None:
 
 
 def test_a_run_of_a_config(tmp_path: Path) -> None:
-    """The export of plain training, also of a run that is resumed; the eight micro-batches of a pass make windows of
-    three, three and two, and attention has dropout.
+    """The export of plain training; the eight micro-batches of a pass make windows of three, three and two, and
+    attention has dropout.
     """
     small_runs.make_rows_and_model(tmp_path)
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.2}))
-    given: dict[str, Any] = {
-        "gradient_accumulation_steps": 3,
-        "max_steps": 5,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
+    given: dict[str, Any] = {"gradient_accumulation_steps": 3, "max_steps": 4}
     layers = {"offload": {"site": "host", "weights": "streamed", "accumulation": "layers"}}
     wanted = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "plain", {}, **given))
     found = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "layers", {}, layers, **given))
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
-    given["resume_from_checkpoint"] = str(tmp_path / "layers" / "checkpoint-2")
-    resumed = small_runs.ran(small_runs.tree_of(tmp_path, tmp_path / "resumed", {}, layers, **given))
-    assert [name for name in wanted if not torch.equal(wanted[name], resumed[name])] == []
     said = (tmp_path / "layers" / "plan.txt").read_text()
     assert "all 3 micro-batches of a step pass a layer before the next" in said
 
 
-@pytest.mark.parametrize("more", [0, 1], ids=["as planned", "one crossing more"])
-@pytest.mark.parametrize("drop", [0.0, 0.2])
+@pytest.mark.parametrize(("more", "drop"), [(0, 0.2), (1, 0.0)], ids=["as planned", "one crossing more"])
 def test_the_plan_against_the_run(
     more: int, drop: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -573,42 +540,45 @@ def _autocast_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 # --- over ranks -------------------------------------------------------------------------------------------------------
 
 
-def in_both_orders(ranks: Ranks, name: str = "llama") -> list[str]:
-    """What differs between micro-batches one after the other and layers first, on this rank."""
+def in_both_orders(ranks: Ranks) -> list[str]:
+    """What differs between micro-batches one after the other and layers first, on any rank."""
     torch.set_num_threads(1)
-    kind, draws = {"noisy": Noisy, "normal": Normal}.get(name, name), name != "llama"
-    found = []
-    for shares, site in product((1, ranks.world_size), ("host", "mixed")):
-        mine = batches(5 * ranks.world_size)[ranks.rank :: ranks.world_size]
-        if not isinstance(kind, str):  # the first rank's batches have no extra number to draw
-            mine = [batch_of(input_ids=torch.arange(8).reshape(2, 4).roll(ranks.rank * each)) for each in range(5)]
-        results = []
-        for layers in (False, True):
-            model = build(kind)
-            count = 1 if layers else 3
-            how: dict[str, Any] = {"site": site, "weights": "travelling", "prefetch": 1, "max_norm": 0.05}
-            plan = plan_of(model, ranks=shares, accumulation=count, **how)
-            plan.facts.run.copies = plan.facts.run.adding_copies = ranks.world_size
-            loop: dict[str, Any] = {"accumulation": 3, "max_norm": 0.05, "layers": layers, "scaled": True}
-            given = {"process_group": dist.group.WORLD, "transfer": Delayed(), "draws": draws}
-            results.append(stowed(model, plan, mine, seed=5 + ranks.rank, **given, **loop))
-        found += [f"{name}, {shares} shares, {site}, rank {ranks.rank}: {each}" for each in differences(*results)]
     everyones: list[Any] = [None] * ranks.world_size
+    found = [line for name, *case in OVER_RANKS for line in _in_both_orders(ranks, name, *case)]
     dist.all_gather_object(everyones, found)
     return [line for lines in everyones for line in lines]
 
 
+# A model, whether ranks divide the state, and who updates. The last two draw numbers that only some ranks count.
+OVER_RANKS = [
+    ("llama", True, "host"), ("llama", True, "mixed"), ("llama", False, "mixed"), ("gpt2", True, "host"),
+    ("noisy", True, "mixed"), ("normal", False, "host"),
+]  # fmt: skip
+
+
+def _in_both_orders(ranks: Ranks, name: str, divided: bool, site: str) -> list[str]:
+    kind = {"noisy": Noisy, "normal": Normal}.get(name, name)
+    mine = batches(5 * ranks.world_size)[ranks.rank :: ranks.world_size]
+    if not isinstance(kind, str):  # the first rank's batches have no extra number to draw
+        mine = [batch_of(input_ids=torch.arange(8).reshape(2, 4).roll(ranks.rank * each)) for each in range(5)]
+    results = []
+    for layers in (False, True):
+        model = build(kind)
+        how: dict[str, Any] = {"site": site, "weights": "travelling", "prefetch": 1, "max_norm": 0.05}
+        plan = plan_of(model, ranks=ranks.world_size if divided else 1, accumulation=1 if layers else 3, **how)
+        plan.facts.run.copies = plan.facts.run.adding_copies = ranks.world_size
+        loop: dict[str, Any] = {"accumulation": 3, "max_norm": 0.05, "layers": layers, "scaled": True}
+        given = {"process_group": dist.group.WORLD, "transfer": Delayed(), "draws": name != "llama"}
+        results.append(stowed(model, plan, mine, seed=5 + ranks.rank, **given, **loop))
+    return [f"{name}, {divided}, {site}, rank {ranks.rank}: {each}" for each in differences(*results)]
+
+
 @pytest.mark.ranks
 def test_over_ranks_with_the_bits_of_the_other_order() -> None:
-    """Three, so that losses are divided; each rank has a share of the state, or all of it."""
+    """Three, so that losses are divided. Each has numbers and lengths of its own; what one of them cannot count, or
+    counts wrong, all begin again.
+    """
     assert run_world(3, in_both_orders) == []
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", ["gpt2", "noisy", "normal"])
-def test_dropout_over_ranks(name: str) -> None:
-    """Of each rank's own numbers and lengths. What only one of them cannot count, or counts wrong, all begin again."""
-    assert run_world(2, in_both_orders, name) == []
 
 
 @pytest.mark.ranks

@@ -17,7 +17,7 @@ from tests.helpers.marks import rarely
 from tests.helpers.models import VOCAB, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-CASES, QUICK = 300, 8
+CASES, QUICK = 300, 4
 ADAPTED = {"llama": ["q_proj", "v_proj", "down_proj"], "qwen3": ["k_proj", "up_proj"], "gpt2": ["c_attn"]}
 Batch = dict[str, torch.Tensor]
 

@@ -15,10 +15,7 @@ from deepstow.trainer.verify.verify import random_run, train, without_strategies
 from tests.helpers.releases import needs_stage_3
 from tests.parity.test_strategies import config_of, equal
 
-# Of ``test_strategies.CASES``.
-ACCUMULATED, CHECKPOINTED, BF16 = (
-    "fp32/llama tied, accumulation 3", "fp32/gpt2 with dropout, checkpointing", "bf16/llama",
-)  # fmt: skip
+ACCUMULATED = "fp32/llama tied, accumulation 3"  # of ``test_strategies.CASES``
 
 
 def strategies_of(transpose: str, **others: Any) -> dict[str, Any]:
@@ -27,13 +24,9 @@ def strategies_of(transpose: str, **others: Any) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("others", "transpose", "case"),
-    [({"zero": {"stage": 2}}, "left", CHECKPOINTED), ({"offload": {"site": "streamed"}}, "right", BF16)],
-    ids=str,
-)
-def test_as_plain_training(others: dict[str, Any], transpose: str, case: str, tmp_path: Path) -> None:
-    equal(case, strategies_of(transpose, **others), tmp_path)
+def test_as_plain_training(tmp_path: Path) -> None:
+    """``test_strategies.py`` has it beside the others, in fp32."""
+    equal("bf16/llama", strategies_of("right", offload={"site": "streamed"}), tmp_path)
 
 
 def of_layers(ranks: Ranks, config: RunConfig) -> dict[str, Any]:

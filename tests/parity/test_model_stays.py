@@ -122,11 +122,11 @@ def loads(model: Any, optimizer: Any) -> list[Any]:
 
 
 SAME: dict[str, Callable[[], None]] = {
-    "read at every border": same(llama, reads_at_borders, TWO),
+    "read at every border": same(llama, reads_at_borders),
     "a regularizer": same(llama, training(loss_of=regularized), LAYOUTS),
     "state dicts at any time": same(tied, state_dicts, LAYOUTS),
-    "evaluated": same(llama, evaluates, LAYOUTS, max_norm=0.5),
-    "generates": same(llama, training(after=generates), TWO, max_norm=1.0),
+    "evaluated": same(llama, evaluates, max_norm=0.5),
+    "generates": same(llama, training(after=generates), max_norm=1.0),
     "present, updates pending": same(llama, present_and_pending, LAYOUTS),
     "load_state_dict": same(llama, loads, LAYOUTS),
 }

@@ -68,13 +68,13 @@ def in_autocast(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 fewer = training(steps=8, passes=(3, 2, 1, 2))  # than the plan has
 UNCLIPPED: list[Layout] = [{"site": "device"}, "streamed", {"site": "mixed", "weights": "some", "park": "host"}]
 SAME: dict[str, Callable[[], None]] = {
-    "stopped in forward": same(llama, stopped("forward", 2), LAYOUTS, max_norm=0.5),
+    "stopped in forward": same(llama, stopped("forward", 2), max_norm=0.5),
     "stopped at the end of backward": same(llama, stopped("backward", 0), LAYOUTS, max_norm=0.5),
     "not finite": same(llama, not_finite, UNCLIPPED),
     "not finite, clipped": same(in_bf16, not_finite, UNCLIPPED, max_norm=1.0),
     "fewer passes than planned": same(llama, fewer, LAYOUTS, max_norm=0.5, accumulation=3, park="host"),
     "adapters": same(with_lora, training(steps=4), TWO, max_norm=0.5),
-    "autocast": same(llama, training(loss_of=in_autocast), LAYOUTS, max_norm=0.5),
+    "autocast": same(llama, training(loss_of=in_autocast), max_norm=0.5),
 }
 
 

@@ -40,11 +40,6 @@ def by_accelerate(model: Any, optimizer: Any) -> list[Any]:
     )
 
 
-def reads_gradients(model: Any, optimizer: Any) -> list[Any]:
-    """Copies, right after the last micro-batch, wherever they park."""
-    return [[param.grad + 0.0, param.grad.abs().max()] for param in model.parameters()]
-
-
 def unwanted(between: Script | None) -> Script:
     """``model.zero_grad()`` before the step discards gradients; one that is set to None has no update and no norm."""
 
@@ -89,26 +84,23 @@ def compiles(model: Any, optimizer: Any) -> list[Any]:
     """With the backend that changes no kernel, though updates hide parameters between the steps."""
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager")
-    return train(compiled, optimizer, BATCHES[:3])
+    return train(compiled, optimizer, BATCHES[:2])
 
 
 SAME: dict[str, Callable[[], None]] = {
     "torch's function": same(
         llama, training(clips, steps=6, passes=(3,)), LAYOUTS, clips=True, accumulation=3, max_norm=NORM
     ),
-    "who only looks is clipped as planned": same(llama, training(looks_at_the_norm), LAYOUTS, max_norm=NORM),
+    "who only looks is clipped as planned": same(llama, training(looks_at_the_norm), max_norm=NORM),
     "by Accelerate": same(llama, by_accelerate, LAYOUTS, clips=True, max_norm=NORM),
-    "gradients are read": same(
-        llama, training(reads_gradients, steps=6, passes=(3,)), LAYOUTS, accumulation=3, max_norm=NORM
-    ),
     "some unwanted, the loop clips": same(llama, unwanted(clips), LAYOUTS, clips=True, accumulation=3, max_norm=NORM),
-    "some unwanted, the plan clips": same(llama, unwanted(None), LAYOUTS, max_norm=NORM),
+    "some unwanted, the plan clips": same(llama, unwanted(None), max_norm=NORM),
     "fp16": same(llama, in_fp16, LAYOUTS, clips=True, accumulation=2, max_norm=NORM, fused=False),
     "compiled": same(partial(build, Net), compiles, [{"site": "host"}], max_norm=NORM),
 }
 
 
-@pytest.mark.parametrize("case", [slowly(case) if "not clipped" in case else case for case in SAME])
+@pytest.mark.parametrize("case", [slowly(case) if case == "compiled" else case for case in SAME])
 def test_the_same(case: str) -> None:
     SAME[case]()
 

@@ -300,21 +300,21 @@ def test_callbacks_go_on_and_the_card_names_them(home: Path) -> None:
 def test_a_recipe(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It changes the model before training, plan and card say so, and what it exports is made again if it is gone."""
     heads = []
-    for by in (1.0, 0.5, None):
+    for by in (0.5, None):
         tree = tree_of(home, output_dir=str(home / str(by)), resume_from_checkpoint="auto")
         if by is not None:
             tree["recipes"] = {"scaled:Scaled": {"by": by}}
         config = config_in(home, tree)
         assert runs.run(config, Ranks(), Stop()) == 0
         heads.append(load_file(home / str(by) / "export" / "model.safetensors")["lm_head.weight"])
-    assert heads[0].equal(heads[2]) and not heads[1].equal(heads[2])
+    assert not heads[0].equal(heads[1])
     assert "Its head was multiplied by 0.5 before." in (home / "0.5" / "export" / "README.md").read_text()
     manifest = json.loads((home / "0.5" / "checkpoint-4" / "manifest.json").read_text())
     assert '"code": {"scaled:Scaled": "' in json.dumps(manifest)
-    (home / "1.0" / "export-sizes" / "sizes.txt").unlink()
-    tree["recipes"], tree["training"]["output_dir"] = {"scaled:Scaled": {"by": 1.0}}, str(home / "1.0")
+    (home / "0.5" / "export-sizes" / "sizes.txt").unlink()
+    tree["recipes"], tree["training"]["output_dir"] = {"scaled:Scaled": {"by": 0.5}}, str(home / "0.5")
     assert runs.run(config_in(home, tree), Ranks(), Stop()) == 0
-    assert (home / "1.0" / "export-sizes" / "sizes.txt").read_text() == "sizes"
+    assert (home / "0.5" / "export-sizes" / "sizes.txt").read_text() == "sizes"
     assert "its head: times 0.5" in capfd.readouterr().out
     tree["recipes"] = {"scaled:Scaled": {"by": 0.25}}
     config_in(home, tree)

@@ -138,7 +138,7 @@ TRAVELS = {"offload": {"site": "host", "weights": "streamed"}, "recompute": {"po
 
 
 def test_no_run_reads_a_position(tmp_path: Path) -> None:
-    _trained(Ranks(), tmp_path, [({}, varlen.NAME), (TRAVELS, varlen.NAME)])
+    _trained(Ranks(), tmp_path, [(TRAVELS, varlen.NAME)])
 
 
 @pytest.mark.ranks

@@ -24,7 +24,7 @@ from tests.helpers.engine import STEPS, least
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import both_sides, train
 
-SHARES = (1.0, 0.6, 0.45, 0.35, 0.25, 0.2)  # of what training takes with everything on the device
+SHARES = (0.6, 0.35, 0.25)  # of what training takes with everything on the device
 BALANCED = replace(  # with launches nothing else would count, since the model is so small
     ASSUMED, gemm_fp32_flops_per_s=1e10, up_bytes_per_s=1e9, down_bytes_per_s=1e9, link_latency_s=1e-6,
     update_fp32_params_per_s=2e8, device_bytes_per_s=1e11, launch_s=0.0,
@@ -83,7 +83,7 @@ def test_every_budget_trains_the_same_bits(model: str, machine: str, loop: dict[
         fitted += 1
         how: dict[str, Any] = {"max_norm": loop["max_norm"], "transfer": (Delayed, RaceDetector)[number % 2]}
         both_sides(make, script, [lambda _, plan=plan: plan], beside=True, **how)
-    assert fitted >= 4 and travelling >= 1
+    assert fitted >= 2 and travelling >= 1
     assert Site.HOST in sites and (direct > 0 or model != "words")
     if loop["max_norm"]:  # without clipping the CPU's updates are hidden here, and the device's are not
         assert Site.DEVICE in sites, "the planner had something to decide"

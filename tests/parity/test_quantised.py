@@ -115,53 +115,53 @@ def leaves(trainer: Any) -> set[str]:
 
 
 @pytest.mark.slow
-def test_as_peft_alone_and_resumed(base: Path, bits: str = "nf4") -> None:
+def test_as_peft_alone_and_resumed(base: Path) -> None:
     """By LoRA+, with a head that is trained in full. Kinds of bits differ in bitsandbytes' code alone; 8 of them are in
     ``test_a_trainer_of_others``.
     """
     lora = {**LORA, "loraplus_lr_ratio": 16, "modules_to_save": ["lm_head"], "bias": "all"}
-    expected = trained(by_itself(config_of(base, bits, lora)))
+    expected = trained(by_itself(config_of(base, "nf4", lora)))
     for strategies in ({}, {"offload": STAYS}, {"offload": TRAVELS}):
-        trainer = ours(config_of(base, bits, lora, strategies=strategies, save_strategy="steps", save_steps=2))
+        trainer = ours(config_of(base, "nf4", lora, strategies=strategies, save_strategy="steps", save_steps=2))
         assert unlike(expected, trained(trainer)) == [], strategies
         if strategies:
-            assert bool(leaves(trainer) & {"uint8", "int8"}) is (strategies["offload"] is TRAVELS)
-    again = ours(config_of(base, bits, lora, strategies={"offload": TRAVELS}))
+            assert ("uint8" in leaves(trainer)) is (strategies["offload"] is TRAVELS)
+    again = ours(config_of(base, "nf4", lora, strategies={"offload": TRAVELS}))
     assert unlike(expected, trained(again, str(base / "run" / "checkpoint-2"))) == []
 
 
-def test_going_on_with_a_saved_adapter(base: Path, tmp_path: Path, bits: str | None = None) -> None:
+def test_going_on_with_a_saved_adapter(base: Path, tmp_path: Path) -> None:
     """Exported after two steps and trained on, as PEFT opens it; and what is saved is trained further."""
-    first = config_of(base, bits, max_steps=2)
+    first = config_of(base, None, max_steps=2)
     trainer = ours(first)
     values = trained(trainer)
     assert export(trainer, _tokenizer(), first) is not None
     shutil.copytree(base / "run" / "export", tmp_path / "saved")
     further: dict[str, Any] = {"adapter": str(tmp_path / "saved")}
-    config = config_of(base, bits)
+    config = config_of(base, None)
     config = config.model_copy(update={"model": config.model.model_copy(update=further)})
     expected = trained(by_itself(config))
     for strategies in ({}, {"offload": TRAVELS}):
-        on = config_of(base, bits, strategies=strategies)
+        on = config_of(base, None, strategies=strategies)
         found = trained(ours(on.model_copy(update={"model": config.model})))
         assert unlike(expected, found) == [], strategies
     assert unlike(values, expected)
 
 
 @pytest.mark.slow
-def test_a_trainer_of_others(base: Path, bits: str = "int8") -> None:
+def test_a_trainer_of_others(base: Path) -> None:
     """A live model is planned on its first batch, and is as it was when it is closed."""
-    config = config_of(base, bits)
+    config = config_of(base, "int8")
     expected = trained(by_itself(config))
     trainer = by_itself(config, lambda kind: stowed(kind, batch=(2, 16), **TRAVELS))
     assert unlike(expected, trained(trainer)) == []
-    assert {"uint8", "int8"} & leaves(trainer) and sum(unit.saved_bytes for unit in trainer.plan.facts.units)
+    assert "int8" in leaves(trainer) and sum(unit.saved_bytes for unit in trainer.plan.facts.units)
     probe = {"input_ids": torch.arange(1, 9).unsqueeze(0)}
     before = trainer.model.eval()(**probe).logits
     trainer.stowed.close()
     assert torch.equal(trainer.model(**probe).logits, before)
     kinds = {type(each).__name__ for each in trainer.model.parameters()}
-    assert kinds == {"Parameter", {"nf4": "Params4bit", "int8": "Int8Params"}[bits]}
+    assert kinds == {"Parameter", "Int8Params"}
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_the_base_on_the_disk(
     config = config_of(base, bits, lora, strategies={"offload": offload}, save_strategy="steps", save_steps=2)
     trainer = ours(config)
     there_is = {bucket.dtype for bucket in trainer.plan.layout.buckets if bucket.weight_on_disk and not bucket.resident}
-    assert there_is >= {"float32" if bits is None else "int8" if bits == "int8" else "uint8"}
+    assert there_is >= {"float32" if bits is None else "uint8"}
     assert unlike(expected, trained(trainer)) == []
     assert export(trainer, _tokenizer(), config) is not None
     assert unlike(expected, trained(ours(config), str(base / "run" / "checkpoint-2"))) == []
@@ -198,24 +198,19 @@ def test_accumulated_and_recomputed(base: Path) -> None:
     assert unlike(expected, trained(ours(config_of(base, "nf4", strategies={"offload": TRAVELS}, **training)))) == []
 
 
-@pytest.mark.parametrize(("bits", "merge"), [("nf4", True)])
-def test_exported(bits: str | None, merge: bool, base: Path) -> None:
+def test_exported(base: Path) -> None:
     """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
-    config = config_of(
-        base, bits, {**LORA, "export": "merged" if merge else "adapter"}, strategies={"offload": TRAVELS}
-    )
+    config = config_of(base, "nf4", {**LORA, "export": "merged"}, strategies={"offload": TRAVELS})
     trainer = ours(config)
     values = trained(trainer)
     assert export(trainer, _tokenizer(), config) is not None
     folder = base / "run" / "export"
-    names = {path.name for path in folder.glob("*.safetensors")}
-    assert names == {"model.safetensors" if merge else "adapter_model.safetensors"}
-    if merge:
-        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        layer = adapted(config).get_base_model().model.layers[1].mlp.down_proj.base_layer
-        whole = dequantize_bnb_weight(layer.weight, SimpleNamespace(SCB=getattr(layer.weight, "SCB", None)))
-        a, b = (values[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.default.weight"] for side in "AB")
-        torch.testing.assert_close(again.model.layers[1].mlp.down_proj.weight, whole + 2 * b @ a)
+    assert {path.name for path in folder.glob("*.safetensors")} == {"model.safetensors"}
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    layer = adapted(config).get_base_model().model.layers[1].mlp.down_proj.base_layer
+    whole = dequantize_bnb_weight(layer.weight, SimpleNamespace(SCB=None))
+    a, b = (values[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.default.weight"] for side in "AB")
+    torch.testing.assert_close(again.model.layers[1].mlp.down_proj.weight, whole + 2 * b @ a)
 
 
 UNDROPPED = {**LORA, "lora_dropout": 0.0}

@@ -30,7 +30,7 @@ from tests.helpers.releases import is_refused, needs, needs_stage_3
 from tests.helpers.tiny import run_config
 from tests.helpers.worlds import run_counted
 
-RANKS, STEPS = 2, 4
+RANKS, STEPS = 2, 3
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 GPT2 = {"model_type": "gpt2", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}  # tied, Conv1D, dropout
 
@@ -132,19 +132,21 @@ def one_by_one(ranks: Ranks, configs: Mapping[str, RunConfig]) -> dict[str, Any]
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``one_by_one`` has of the tests that were asked for. After ``tensor`` DeepSpeed divides all models of a
-    process, so each such run has ranks of its own.
+    process, so one such run is the last, and others have ranks of their own.
     """
-    worlds: dict[str, dict[str, RunConfig]] = {}
+    configs: dict[str, RunConfig] = {}
+    divided: dict[str, RunConfig] = {}
     for item in request.session.items:
         skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
         given = getattr(item, "callspec", None)
         if item.path == request.path and given and not skipped:
             case, strategies = asked(given.params)
             config = config_of(case, strategies, tmp_path_factory.mktemp("run"))
-            worlds.setdefault(given.id if "tensor" in strategies else "", {})[given.id] = config
+            (divided if "tensor" in strategies else configs)[given.id] = config
+    first, *others = [{name: config} for name, config in divided.items()] or [{}]
     found: dict[str, Any] = {}
-    for configs in worlds.values():
-        found |= run_counted(RANKS, one_by_one, configs, timeout_s=300 + 30 * len(configs))
+    for some in filter(None, (configs | first, *others)):
+        found |= run_counted(RANKS, one_by_one, some, timeout_s=300 + 30 * len(some))
     return found
 
 

@@ -275,7 +275,7 @@ def slow(*values: str, also: Sequence[Any] = ()) -> Any:
 
 
 CASES = [
-    ("classification", "llama", ""), ("seq2seq", "t5", ""), ("dpo", "llama", ""), ("reward", "llama", ""),
+    ("classification", "llama", ""), slow("seq2seq", "t5", ""), ("dpo", "llama", ""), ("reward", "llama", ""),
     slow("classification", "bert", "regression"),
     pytest.param("embedding", "bert", "", marks=needs_embedding),
     slow("classification", "bert", "multi_label_classification"),
@@ -314,14 +314,9 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bas
     assert any(name not in before or not torch.equal(before[name], each) for name, each in found.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "strategies", "half"),
-    [
-        ("dpo", {}, False),
-        pytest.param("dpo", TRAVELS, False, marks=pytest.mark.slow),
-        pytest.param("orpo", TRAVELS, False, marks=pytest.mark.slow),
-        pytest.param("reward", {}, True, marks=pytest.mark.slow),
-    ],
+    ("task", "strategies", "half"), [("dpo", TRAVELS, False), ("orpo", TRAVELS, False), ("reward", {}, True)]
 )
 def test_preferences_on_a_base_in_4_bits(
     task: str, strategies: dict[str, Any], half: bool, bases: Path, tmp_path: Path
@@ -427,21 +422,20 @@ def test_a_stream_of_declared_rows_trains_as_many(trained_on: Any) -> None:
 
 
 def test_a_stream_goes_on_in_a_later_pass(trained_on: Any, tmp_path: Path) -> None:
-    """The fifth update is the second of the second pass."""
-    how = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5}
-    one = trained_on("one", STREAM, **how)
-    assert equal(one, trained_on("other", STREAM, resume_from_checkpoint=str(tmp_path / "one/checkpoint-5"), **how))
-    epochs = [[record["epoch"] for record in metrics(tmp_path / name) if "loss" in record] for name in ("one", "other")]
+    """In a later pass, whose second update is the fifth; and where a shorter run has ended, which is in the first
+    pass, of which that run has made all of its updates: not with its first rows again.
+    """
+    how = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, "lr_scheduler_type": "constant"}
+    whole = trained_on("whole", STREAM, **how)
+    later = trained_on("later", STREAM, **how, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-5"))
+    assert equal(whole, later)
+    epochs = [
+        [record["epoch"] for record in metrics(tmp_path / name) if "loss" in record] for name in ("whole", "later")
+    ]
     assert epochs[1] == epochs[0], "the checkpoint has the records of its steps"
-
-
-def test_a_stream_goes_on_where_a_shorter_run_has_ended(trained_on: Any, tmp_path: Path) -> None:
-    """In the first pass, of which that run has made all of its updates; not with its first rows again."""
-    how = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
-    whole = trained_on("whole", STREAM, max_steps=6, **how)
-    trained_on("short", STREAM, max_steps=2, **how)
-    saved = str(tmp_path / "short" / "checkpoint-2")
-    assert equal(whole, trained_on("longer", STREAM, max_steps=6, resume_from_checkpoint=saved, **how))
+    trained_on("short", STREAM, **how | {"max_steps": 2, "save_steps": 2})
+    longer = trained_on("longer", STREAM, **how, resume_from_checkpoint=str(tmp_path / "short/checkpoint-2"))
+    assert equal(whole, longer)
 
 
 def test_a_checkpoint_knows_the_rows_that_trl_has_left(bases: Path, tmp_path: Path) -> None:

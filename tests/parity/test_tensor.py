@@ -89,23 +89,23 @@ def same(plain: dict[str, Any], found: dict[str, Any]) -> None:
     assert min(plain["grad_norm"]) > 10 * SGD["max_grad_norm"], "clipping has to trigger"
 
 
-# Mistral and Qwen 2 are divided as Llama is; Qwen 3 is in ``test_tensor_chunks.py``.
-@pytest.mark.parametrize(("model", "stage"), [("llama", 0), ("opt", 2)])
-def test_as_plain(model: str, stage: int, tmp_path: Path) -> None:
-    options = {"tensor": {"degree": 2}, "zero": {"stage": stage}}
-    plain = run_world(1, trained, Kind(1, {}, SGD, MODELS[model]).config(tmp_path, STEPS))
-    found = run_counted(2, trained, Kind(2, options, SGD, MODELS[model]).config(tmp_path, STEPS))
+# Mistral and Qwen 2 are divided as Llama is; Qwen 3 is in ``test_tensor_chunks.py``, OPT below.
+def test_as_plain(tmp_path: Path) -> None:
+    plain = run_world(1, trained, Kind(1, {}, SGD, MODELS["llama"]).config(tmp_path, STEPS))
+    found = run_counted(2, trained, Kind(2, {"tensor": {"degree": 2}}, SGD, MODELS["llama"]).config(tmp_path, STEPS))
     same(plain, found)
     assert found["apart"] == [] and len(found["whole"]) > 3
     assert found["elements"][0] == found["planned"] < 0.8 * sum(value.numel() for value in plain["weights"].values())
-    assert found["elements"][0] - found["elements"][1] == (LLAMA["hidden_size"] if model == "llama" else 0)
+    assert found["elements"][0] - found["elements"][1] == LLAMA["hidden_size"]
 
 
 def test_two_copies(tmp_path: Path) -> None:
     """Four ranks as tensor 2 x data 2, as two ranks of plain training; blocks are recomputed."""
-    plain = run_counted(2, trained, Kind(2, {}, SGD, OPT).config(tmp_path, STEPS))
+    plain = run_counted(2, trained, Kind(2, {}, SGD, MODELS["opt"]).config(tmp_path, STEPS))
     options = {"tensor": {"degree": 2}, "zero": {"stage": 2}, "recompute": {"policy": "full"}}
-    same(plain, run_counted(4, trained, Kind(4, options, SGD, OPT).config(tmp_path, STEPS)))
+    found = run_counted(4, trained, Kind(4, options, SGD, MODELS["opt"]).config(tmp_path, STEPS))
+    same(plain, found)
+    assert found["apart"] == [] and len(found["whole"]) > 3
 
 
 def of_little_memory(run: Any) -> Any:

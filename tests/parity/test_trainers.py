@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from deepstow.trainer.run.checkpoints import training_state
 from deepstow.trainer.run.stowed_trainer import stowed
-from tests.helpers.trainers import ON_POLICY, ROWS, TRAINERS, arguments, llama, stock, trained, unlike
+from tests.helpers.trainers import ON_POLICY, TRAINERS, llama, stock, trained, unlike
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 TRAVEL: dict[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
@@ -24,8 +24,8 @@ def travelling(base: type) -> type:
     return stowed(base, **TRAVEL, **({} if hasattr(base, "_tag_names") else BATCH))
 
 
-# What these have beside the others is in the Trainer's or TRL's code alone: saving and planning below train the first.
-ALIKE = ("Trainer", "DPOTrainer", "RewardTrainer")
+# What these have beside the others is in the Trainer's or TRL's code alone: other tests below train the first two.
+ALIKE = ("Trainer", "SFTTrainer", "DPOTrainer", "RewardTrainer")
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINERS if name not in ALIKE])
@@ -50,12 +50,6 @@ def test_moments_in_fewer_bits(tmp_path: Path) -> None:
     _, alone, _ = trained(TRAINERS["Trainer"], lambda base: base, str(tmp_path))
     apart = [(weights[name] - value).norm() / value.norm() for name, value in alone.items()]
     assert 0 < max(apart) < 0.05
-
-
-def test_without_held_out_rows_no_evaluation_is_planned(tmp_path: Path) -> None:
-    trainer = stowed(Trainer, **BATCH)(llama(), arguments(TrainingArguments, str(tmp_path)), train_dataset=ROWS)
-    trainer.create_optimizer()
-    assert trainer.plan.facts.run.evaluation_rows == 0
 
 
 def test_from_a_budget(tmp_path: Path) -> None:
@@ -99,15 +93,6 @@ def test_generators_as_a_run_has_saved_them(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_evaluation_before_training(tmp_path: Path) -> None:
-    alone = stock(lambda base: base, str(tmp_path))
-    ours = stock(travelling, str(tmp_path))
-    for trainer in (alone, ours):
-        trainer.first = trainer.evaluate()["eval_loss"]
-        trainer.train()
-    assert ours.first == alone.first and ours.evaluate()["eval_loss"] == alone.evaluate()["eval_loss"]
-
-
 def of_others(model: Any) -> tuple[Any, Any]:
     """Groups and rates are those of whatever made the optimizer; a scheduler goes on driving them."""
     vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 1e-4, "weight_decay": 0.0}
@@ -117,7 +102,16 @@ def of_others(model: Any) -> tuple[Any, Any]:
 
 
 def test_optimizers_and_schedulers_of_others(tmp_path: Path) -> None:
-    assert unlike(partial(stock, optimizers=of_others), travelling, str(tmp_path)) == []
+    """Also of a Trainer that evaluates before it trains."""
+    losses = []
+
+    def make(wrap: Callable[[type], type], folder: str) -> Any:
+        trainer = stock(wrap, folder, optimizers=of_others)
+        losses.append(trainer.evaluate()["eval_loss"])
+        return trainer
+
+    assert unlike(make, travelling, str(tmp_path)) == []
+    assert losses[0] == losses[1]
 
 
 class Multiplies(Trainer):
@@ -159,6 +153,7 @@ def test_the_batch_of_the_arguments(name: str, rows: int, tmp_path: Path) -> Non
     trainer = TRAINERS[name](travelling, str(tmp_path))
     trainer.create_optimizer()
     known = trainer.plan.facts
+    assert known.run.evaluation_rows == 0, "none are held out"
     assert (known.run.micro_batch, known.run.sequence) == (rows, trainer.args.max_length)
     assert sum(unit.saved_bytes for unit in known.units) > 0
 

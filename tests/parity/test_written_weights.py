@@ -31,7 +31,7 @@ def config_of(strategies: Mapping[str, Any], model: Mapping[str, Any] = GEMMA3N,
 
 def test_what_keeps_copies_of_weights_is_refused() -> None:
     assert WEIGHT in count_model(config_of({})).written and count_model(config_of({}, LLAMA)).written == ()
-    for strategies in ({"offload": {}}, {"zero": {"stage": 1}}, {"zero": {"stage": 3}}):
+    for strategies in ({"offload": {}}, {"zero": {"stage": 1}}):
         with pytest.raises(ConfigError, match=f"the model's forward writes to {WEIGHT}, whose copy"):
             plan_of(config_of(strategies), Ranks(), probe())
 
