@@ -24,7 +24,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field
 
 from deepstow.strategies.core.facts import Facts, Precision, RunFacts, Tier, UnitKind
-from deepstow.strategies.core.formats import nothing_to_encode, refused_by
+from deepstow.strategies.core.formats import names_of, nothing_to_encode, refused_by
 from deepstow.strategies.core.layout import Reduction, common_bytes
 from deepstow.strategies.core.on_disk import check_folders, disk_bytes, folders_of
 from deepstow.strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
@@ -77,8 +77,7 @@ class Offload(Strategy):
     fit = FitOptions(
         {},
         inexactly=(
-            {"strategies": {"offload": {"moments": "bf16"}}},
-            {"strategies": {"offload": {"moments": "int8"}}},
+            *({"strategies": {"offload": {"moments": name}}} for name in names_of("moments")),
             {"strategies": {"offload": {"moments": "int8", "masters": "bf16"}}},
             {
                 "strategies": {"offload": {"moments": "int8", "masters": "bf16", "gradients": "passing"}},
@@ -156,7 +155,7 @@ class Offload(Strategy):
     masters: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="bf16: weights in bf16 have no masters in fp32; each update rounds them stochastically. Goes with "
-        "moments in bf16 or int8. It saves 2 bytes of host memory per parameter, 4 with several micro-batches.",
+        "moments in fewer bits. It saves 2 bytes of host memory per parameter, 4 with several micro-batches.",
         json_schema_extra=on_resume("moments"),
     )
     frozen_weights: Literal["fp8"] | None = Field(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepstow.strategies.core.facts import Precision, RunFacts
+from deepstow.strategies.core.formats import names_of
 from deepstow.strategies.core.protocol import COMPILING, Refusal, Strategy
 
 if TYPE_CHECKING:
@@ -178,7 +179,8 @@ RULES = (
          "write strategies.zero with stage 1, 2 or 3 beside it, or exact", _SHARED),
     Rule(_DISK, _ON_DEVICE, "a disk is for state that the CPU updates and a base of adapters", "write site: auto",
          "model.lora"),
-    Rule(_MASTERS, "", "goes with moments in bf16 or int8", "write moments: int8 beside it", _MOMENTS),
+    Rule(_MASTERS, "", f"goes with moments in {' or '.join(names_of('moments'))}", "write moments: int8 beside it",
+         _MOMENTS),
     Rule(_MASTERS, "", "is for weights in bf16", "write training.bf16: true, or leave it out", "training.bf16"),
     Rule(_MASTERS, "model.lora", "adapters are trained in fp32", "leave it out"),
     Rule(_MOMENTS, "training.fp16", "which nobody has tried", "write training.bf16: true"),

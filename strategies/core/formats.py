@@ -64,6 +64,11 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
+def names_of(use: Use) -> list[str]:
+    """Formats in which such numbers may rest, but fp32."""
+    return [name for name, rests in FORMATS.items() if use in rests.uses and name != "fp32"]
+
+
 def expanded_elements(moments_as: str, spans: Iterable[int]) -> int:
     """How many elements have their moments in scratch memory at a time, of buckets with ``spans`` of so many."""
     return 0 if moments_as == "fp32" else min(HOST_CHUNK, max(spans, default=0))

@@ -25,22 +25,34 @@ class StoreKind:
     Args:
         where: what tables and reports call it.
         holds_weights: weights may rest there, since its bytes can be mapped.
+        wears: each byte that is written there wears a drive.
         bytes_per_s: that each of them reads and writes for one rank, as long as it was not measured; None: as drives.
     """
 
     where: str
     holds_weights: bool = True
+    wears: bool = False
     bytes_per_s: tuple[float, float] | None = None
 
 
 # By the scheme of what ``strategies.offload.disk`` names: ``tcp`` of tcp://host:port; a folder has none.
-STORES: Mapping[str, StoreKind] = {"": StoreKind("on the disk")}
+STORES: Mapping[str, StoreKind] = {"": StoreKind("on the disk", wears=True)}
 
 
 def scheme_of(place: str) -> str:
     """The kind of a place, a key of ``STORES`` if it is known."""
     scheme, separator, _ = place.partition("://")
     return scheme if separator else ""
+
+
+def folder_of(place: str) -> str:
+    """The folder of a place, if it is one."""
+    return place.partition("://")[2] if scheme_of(place) else place
+
+
+def wear(places: Iterable[str]) -> bool:
+    """Whether all of these are on drives, which writing wears."""
+    return all(STORES[scheme_of(place)].wears for place in places)
 
 
 def hold_weights(places: Iterable[str]) -> bool:
@@ -160,7 +172,9 @@ def check_folders(value: str | list[str]) -> str | list[str]:
     if not (folders and all(folders)):
         raise ValueError("must be a folder, or a list of folders")
     if unknown := [folder for folder in folders if scheme_of(folder) not in STORES]:
-        raise ValueError(f"names {unknown[0]}, and there is no tier {scheme_of(unknown[0])}://; name a folder")
-    if twice := [folder for folder, times in Counter(map(normpath, folders)).items() if times > 1]:
+        schemes = "".join(f", or a place of {scheme}://" for scheme in STORES if scheme)
+        raise ValueError(f"names {unknown[0]}, and there is no tier {scheme_of(unknown[0])}://; name a folder{schemes}")
+    counted = Counter(folder if scheme_of(folder) else normpath(folder) for folder in folders)
+    if twice := [folder for folder, times in counted.items() if times > 1]:
         raise ValueError(f"names {twice[0]} twice; write a folder of each drive once")
     return value

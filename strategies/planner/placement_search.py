@@ -19,6 +19,7 @@ from math import inf
 
 from deepstow.strategies.core.facts import Facts, Tier
 from deepstow.strategies.core.layout import Layout
+from deepstow.strategies.core.on_disk import hold_weights
 from deepstow.strategies.core.protocol import MemoryRefusal, Refusal
 from deepstow.strategies.core.sizes import human, written
 from deepstow.strategies.planner.buckets import PARTS, block_bytes, capacity, typical_block_bytes
@@ -226,6 +227,7 @@ class PlacementSearch:
         alone = self._request.shards == self._facts.run.adding_copies == 1
         if (
             self._request.disk
+            and hold_weights(self._request.disk)
             and alone
             and self._request.gradients == "auto"
             and self._request.site in ("auto", "host")

@@ -11,8 +11,8 @@ from deepstow.strategies.core.facts import UnitKind
 from deepstow.strategies.core.on_disk import (
     bytes_per_s,
     disk_bytes,
-    scheme_of,
     state_file_bytes,
+    wear,
     weight_bytes_on_disk,
     weights_on_disk,
     where,
@@ -127,7 +127,7 @@ def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
         command = f"assumed; deepstow doctor --rates --disk {' '.join(layout.disk)} measures"
         per_hour = written / cost.seconds * 3600 / 1e12
         read, write = (ranks * rate / 1e9 for rate in bytes_per_s(rates, layout.disk))
-        if written and not any(map(scheme_of, layout.disk)):
+        if written and wear(layout.disk):
             line += f": {per_hour:.3g} TB written per hour (a drive that is rated for {RATED_TB} TB lasts "
             line += f"{len(layout.disk) * RATED_TB / per_hour / 24:,.0f} days)"
         line += f"; read {read:.3g} GB/s" + f", written {write:.3g}" * (written > 0) + " "

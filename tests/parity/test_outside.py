@@ -20,7 +20,9 @@ from deepstow.trainer.data import tokenizer as tokenizers
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.distributed.stopping import Stop
 from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.planning.facts import count_model
 from deepstow.trainer.planning.from_config import check_options
+from deepstow.trainer.registry import Raised
 from deepstow.trainer.run import session as runs
 from deepstow.trainer.run.callbacks.user_callbacks import UserCallbacks
 from deepstow.trainer.tasks.task import TASKS
@@ -34,7 +36,7 @@ TAGGED = [
     for row in ([WORDS[(3 * i + j * j) % len(WORDS)] for j in range(3 + i % 5)] for i in range(16))
 ]
 TAGGING = """
-from deepstow.trainer.tasks.task import Field, Task, takes_no_count, token_types
+from deepstow.trainer.tasks.task import Field, Task, token_types
 
 
 class Tagging(Task):
@@ -46,9 +48,6 @@ class Tagging(Task):
     def features(self, rows, tokenizer, model, data):
         return [row_of(row["words"], row["tags"], tokenizer, model) for row in rows]
 
-    def name_tokens(self, model, tokenizer):
-        takes_no_count(model)
-
     def options(self, model, tokenizer, config):
         from transformers import DataCollatorForTokenClassification
 
@@ -56,6 +55,11 @@ class Tagging(Task):
 
     def forward(self, model, config):
         return lambda **inputs: model(**inputs, **token_types(model, config, inputs["input_ids"]))
+
+
+class Misjudged(Tagging):
+    def probe(self, ids):
+        return {"input_ids": ids.view(-1)}
 
 
 def row_of(words, tags, tokenizer, model):
@@ -75,6 +79,26 @@ class Npz(Exporter):
     def export(self, exact, out, config):
         numpy.savez(out / "weights.npz", **load_file(exact / "model.safetensors"))
         return "# As arrays"
+
+
+class Silent(Npz):
+    def export(self, exact, out, config):
+        super().export(exact, out, config)
+
+
+class Empty(Exporter):
+    def export(self, exact, out, config):
+        return "nothing"
+
+
+class Alters(Npz):
+    def export(self, exact, out, config):
+        (exact / "config.json").write_text("{}")
+        return super().export(exact, out, config)
+
+
+class Above(Npz):
+    folder = "../above"
 """
 ANSWERED = """
 from deepstow.trainer.formats.format import Format
@@ -228,6 +252,9 @@ def test_token_classification_and_an_exporter(home: Path) -> None:
             "training": {**SAID, "output_dir": str(home / "run")},
         },
     )  # fmt: skip
+    misjudged = config.model_copy(update={"task": "tagging:Misjudged"})
+    with pytest.raises(Raised, match=r"tagging:Misjudged: forward, of what probe returns, has raised"):
+        count_model(misjudged)
     assert runs.run(config, Ranks(), Stop()) == 0
 
     theirs: dict[str, Any] = {}
@@ -249,6 +276,30 @@ def test_token_classification_and_an_exporter(home: Path) -> None:
     assert {name for name, each in plain.items() if not each.equal(found[name])} == set()
     arrays = np.load(home / "run" / "export-Npz" / "weights.npz")
     assert all((arrays[name] == each.numpy()).all() for name, each in found.items())
+
+
+def test_exporters_that_do_not_export(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each ends the run in one line, which leaves the exact export, or makes it again."""
+
+    def run(name: str) -> tuple[int, str]:
+        tree = tree_of(home, resume_from_checkpoint="auto") | {"export": {"format": f"arrays:{name}"}}
+        code = runs.run(config_in(home, tree), Ranks(), Stop())
+        return code, capfd.readouterr().err
+
+    lines = {
+        "Empty": "arrays:Empty: export has written no file",
+        "Silent": "arrays:Silent: export has returned None, and is to return what the card says, a text",
+        "Alters": f"export-Alters has changed {home / 'run' / 'export' / 'config.json'}, which is to be read only",
+    }
+    for name, line in lines.items():
+        code, said = run(name)
+        assert code == 1 and line in said and "Traceback" not in said
+        assert not (home / "run" / f"export-{name}").exists()
+    assert run("Npz")[0] == 0
+    assert json.loads((home / "run" / "export" / "config.json").read_text())["model_type"] == "llama"
+    assert "library_name" not in (home / "run" / "export-Npz" / "README.md").read_text()
+    with pytest.raises(ConfigError, match=r"its folder is '\.\./above', which is no name"):
+        check_options(config_in(home, tree_of(home) | {"export": {"format": "arrays:Above"}}), 1)
 
 
 def test_a_format_and_a_reader(home: Path) -> None:

@@ -13,12 +13,14 @@ from torch import nn
 
 from deepstow.strategies.core.compose import compose, in_order
 from deepstow.strategies.core.facts import Facts, MachineFacts, Precision, Rates, Tier, UnitKind
-from deepstow.strategies.core.layout import Site, common_bytes
+from deepstow.strategies.core.formats import FORMATS, Format
+from deepstow.strategies.core.layout import PAGE_BYTES, Site, common_bytes
 from deepstow.strategies.core.plan import Kind, Plan
 from deepstow.strategies.core.protocol import BITWISE, Refusal
 from deepstow.strategies.core.registry import find
 from deepstow.strategies.core.sizes import human, parse_bytes, written
 from deepstow.strategies.core.validate import validate
+from deepstow.strategies.planner.memory_rows import resting
 from deepstow.strategies.planner.network import from_host
 from deepstow.strategies.planner.weight_schedule import ASSUMED
 from deepstow.strategies.report import full_report, plan_json
@@ -132,6 +134,21 @@ def test_zero_beside_offload_shares_its_buckets() -> None:
     assert shared(2, several, site="device").total(Kind.GRAD) == gradients[0], "micro-batches are added first"
     with pytest.raises(Refusal, match="ranks that share the state, or the model, agree on a step first"):
         shared(3, update_in_backward=True)
+
+
+def test_what_an_arena_has_beside_tensors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row takes up what the others do not say: what is left is room between parameters."""
+    some = {"site": "host", "host_memory": "2300KiB", "disk": "/", "disk_memory": "1GiB"}
+    for asked in ({"site": "host"}, {"site": "streamed", "weights": "streamed"}, some):
+        plan = plan_of(transformer(), **asked)
+        assert plan.layout is not None
+        on_disk = {bucket.on_disk for bucket in plan.layout.buckets}
+        assert asked is not some or on_disk == {True, False}, "a part of it"
+        left = [reserve.num_bytes for tier in Tier for reserve in plan.reserves(tier) if "alignment" in reserve.owner]
+        assert sum(left) < 2 * PAGE_BYTES * len(plan.layout.buckets)
+    monkeypatch.setitem(FORMATS, "six", Format(bits=6, uses=("moments",)))  # type: ignore[arg-type]
+    moments = resting(plan.layout.buckets[1], replace(plan.layout, moments_as="six"), Kind.MOMENT)
+    assert moments.num_bytes(1000) == 1500
 
 
 def test_where_ranks_get_weights_from() -> None:

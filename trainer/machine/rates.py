@@ -40,7 +40,7 @@ from torch import Tensor
 
 from deepstow.strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from deepstow.strategies.core.formats import HOST_CHUNK
-from deepstow.strategies.core.on_disk import part_bytes
+from deepstow.strategies.core.on_disk import folder_of, part_bytes
 from deepstow.strategies.core.sizes import human
 from deepstow.strategies.engine.memory import accelerator
 from deepstow.strategies.engine.memory.arena import HostMemory
@@ -392,7 +392,7 @@ def measure_drives(places: Sequence[str], seconds: float, say: Say) -> tuple[flo
     read from the disk. Then they are written again, read, and both at once by two threads, several drives together.
     What they sustain for hours may still be less.
     """
-    folders = [place for place in places if Path(place).is_dir()]
+    folders = [folder for folder in map(folder_of, places) if Path(folder).is_dir()]
     free = min((shutil.disk_usage(folder).free for folder in folders), default=MOST_BYTES)
     pieces, stride = max(2, min(MOST_BYTES, free // 4) // PIECE), part_bytes(PIECE, len(places))
     with closing(Striped(places, pieces * stride, checked=False)) as file:  # checksums are made beside moves

@@ -33,7 +33,8 @@ from deepstow.trainer.model.count_cache import cached
 from deepstow.trainer.model.params import decay_groups, list_params
 from deepstow.trainer.model.quantise import quantise
 from deepstow.trainer.planning import positions
-from deepstow.trainer.tasks.task import TASKS, loaded
+from deepstow.trainer.registry import blamed, codes
+from deepstow.trainer.tasks.task import PROBE_TOKENS, TASKS, Task, loaded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -284,7 +285,9 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs |= recipe.counted_loss(model, config, shape)
         shift = task.language
         call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
-        counter = _counted_forward(model, call, shape)
+        counter = _counted_forward(model, call, shape, task)
+        if codes([task]):
+            _try_probe(model, task)
     ratio = config.model.lr_ratio
     groups = decay_groups(model) if ratio is None else loraplus_groups(model, ratio)
 
@@ -353,7 +356,15 @@ def count_of(
     )
 
 
-def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]) -> Any:
+def _try_probe(model: Any, task: Task) -> None:
+    """Raise ConfigError if forward fails on what a task from outside probes the export with, after training."""
+    import torch
+
+    with torch.no_grad(), blamed(task.name, "forward, of what probe returns,"):
+        model(**task.probe(torch.zeros(1, PROBE_TOKENS, dtype=torch.long)))
+
+
+def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int], task: Task) -> Any:
     """``call``, counted. Raise ConfigError if forward fails on rows of this ``shape``, or no block can be compiled."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -371,7 +382,10 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
         cure = "train another architecture, or in a loop of your own, with plan_for(model) without batch="
         raise ConfigError(f"model: {model.config.model_type}: {what}; {cure}") from None
     except (RuntimeError, IndexError) as error:
-        what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
+        cause = "has it so many positions? data.max_length says how many tokens a row has"
+        if codes([task]):
+            cause = f"{task.name} says in targets, forward and sequences what it is given"
+        what = f"{first_line(error)}; {cause}"
         raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
 
 

@@ -56,7 +56,7 @@ from deepstow.trainer.run.checkpoints import checkpoint, resuming
 from deepstow.trainer.run.checkpoints.checkpoint import About, DataFacts, ModelFacts
 from deepstow.trainer.run.stage_trial import form_of_stages
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.task import Task, loaded, mean_over_tokens, token_losses
+from deepstow.trainer.tasks.task import Task, loaded, mean_over_tokens, takes_no_count, token_losses
 
 if TYPE_CHECKING:
     from deepstow.trainer.run.session import Session
@@ -124,6 +124,8 @@ def make_model(session: Session) -> Built:
     weights = make(on_meta=form is not None or in_spans or apart or sliced is not None)
     tying.check(weights, section.name_or_path, untied)
     task.name_tokens(weights, session.tokenizer)
+    if not task.counts_items(weights):
+        takes_no_count(weights)
     if adapters_follow(config):
         return Built(weights)
 

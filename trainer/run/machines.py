@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepstow.strategies.core.on_disk import file_bytes
+from deepstow.strategies.core.on_disk import file_bytes, folder_of
 from deepstow.strategies.core.protocol import KnowsMachines
 from deepstow.strategies.engine.memory.tiers import Striped
 from deepstow.trainer.distributed.agreement import agreement
@@ -88,7 +88,7 @@ def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan, say: Callab
         together.by_some(ranks.is_first_local, lambda: reserve(machine_bytes) if machine_bytes else None)
     rates, named = plan.facts.machine.rates, ", ".join(folders)
     if machine_bytes and rates is not None and rates.disk_folder != named:
-        on_drives = [folder for folder in folders if Path(folder).is_dir()]
+        on_drives = [folder for folder in map(folder_of, folders) if Path(folder).is_dir()]
         systems = len({Path(folder).stat().st_dev for folder in on_drives})
         if systems < len(on_drives):
             say(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.trainer.errors import kind, nearest
-from deepstow.trainer.tasks.task import MULTIPLE, TASKS, Field, Saved, Task, takes_no_count, token_types
+from deepstow.trainer.tasks.task import MULTIPLE, TASKS, Field, Saved, Task, token_types
 from deepstow.trainer.values import Found, Values
 
 if TYPE_CHECKING:
@@ -99,7 +99,6 @@ class Classification(Task):
         config = model.config.get_text_config()
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
-        takes_no_count(model)
 
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         from transformers import DataCollatorWithPadding

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from deepstow.strategies.core.install import needs
 from deepstow.strategies.core.protocol import Refusal
 from deepstow.trainer.errors import DataError
-from deepstow.trainer.tasks.task import TASKS, Field, Saved, Task, takes_no_count, token_types
+from deepstow.trainer.tasks.task import TASKS, Field, Saved, Task, token_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,6 @@ class Embedding(Task):
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """A template would have sentence-transformers wrap each text when it opens the export; here texts are plain."""
         tokenizer.chat_template = None
-        takes_no_count(model)
 
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         import torch

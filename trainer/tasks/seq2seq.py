@@ -22,7 +22,6 @@ from deepstow.trainer.tasks.task import (
     Task,
     losses_of,
     mean_over_tokens,
-    takes_no_count,
 )
 
 if TYPE_CHECKING:
@@ -69,9 +68,11 @@ class Seq2Seq(Task):
         for config in (model.config, model.generation_config):
             if getattr(config, "decoder_start_token_id", None) is None:
                 config.decoder_start_token_id = tokenizer.pad_token_id
+
+    def counts_items(self, model: Any) -> bool:
+        """T5 and BART compute their loss by themselves."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if "self.loss_function(" not in inspect.getsource(type(base).forward):  # T5 and BART compute it by themselves
-            takes_no_count(model)
+        return "self.loss_function(" in inspect.getsource(type(base).forward)
 
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         from transformers import DataCollatorForSeq2Seq

@@ -155,6 +155,12 @@ class Task:
         """The keyword arguments for ``arguments``, from those that are the same for all tasks."""
         return {**given, "remove_unused_columns": self.drops_columns}
 
+    def counts_items(self, model: Any) -> bool:
+        """Whether forward divides its loss by a number of items that it is given, so that a step's loss is the mean
+        over all of them. Else it is the mean of its micro-batches. By default models that continue a text do.
+        """
+        return self.generates
+
     @needed
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         """Further keyword arguments for ``trainer``."""
@@ -178,7 +184,7 @@ class Task:
     # --- for the export's check ----------------------------------------------------------------------------------
 
     def probe(self, ids: Tensor) -> dict[str, Any]:
-        """The keyword arguments of a forward that gives logits."""
+        """The keyword arguments of a forward that gives logits, for one row of tokens."""
         return {"input_ids": ids}
 
 
@@ -213,6 +219,7 @@ class Pretrain(Language):
 
 
 LANGUAGE = Language()
+PROBE_TOKENS = 32  # of the row that an export is compared on
 
 
 def takes_no_count(model: Any) -> None:

@@ -31,7 +31,7 @@ class Striped:
         for place in places:
             try:
                 self._stores.append(KINDS[scheme_of(place)](place, num_bytes, what, checked=checked))
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 self.close()
                 raise ValueError(f"{place}: {error}" if len(places) > 1 else str(error)) from None
 

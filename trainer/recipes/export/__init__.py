@@ -12,7 +12,7 @@ from deepstow.trainer.config.arguments import Section, one_of, option
 from deepstow.trainer.config.recipe import RECIPES, Exact, Recipe, Writer
 from deepstow.trainer.errors import write_line
 from deepstow.trainer.recipes.export.exporter import EXPORTERS, Exporter
-from deepstow.trainer.registry import codes
+from deepstow.trainer.registry import Raised, codes
 
 if TYPE_CHECKING:
     from deepstow.trainer.config.sections import RunConfig
@@ -49,6 +49,10 @@ class Export(Recipe):
             yield Refusal(
                 KEY, name, f"needs {', '.join(absent)}; write pip install {' '.join(absent)}, or torch_export"
             )
+        if exporter.place != Path(exporter.place).name or exporter.place in ("", ".", ".."):
+            yield Refusal(
+                KEY, name, f"its folder is {exporter.place!r}, which is no name; it is a part of export-FOLDER"
+            )
         if exporter.language and not config.chosen_task.language:
             what = f"is for tasks that predict the next token, and this is {config.task}; leave it out"
             yield Refusal(KEY, name, what)
@@ -83,7 +87,14 @@ class _Writer(Writer):
     def write(self, name: str, draft: Path) -> Mapping[str, Any]:
         from deepstow.trainer.run.exporting.export import after
 
-        if text := self._exporter.export(self._exact.folder, draft, self._config):
+        text = self._exporter.export(self._exact.folder, draft, self._config)
+        if not isinstance(text, str):
+            raise Raised(
+                f"{self._exporter.name}: export has returned {text!r:.40}, and is to return what the card says, a text"
+            )
+        if not any(draft.iterdir()):
+            raise Raised(f"{self._exporter.name}: export has written no file")
+        if text:
             after(self._exact.folder, text).save(draft / "README.md")
         return {}
 

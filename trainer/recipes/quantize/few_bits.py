@@ -36,7 +36,7 @@ from deepstow.trainer.planning.streamed import placed, plan_within
 from deepstow.trainer.recipes.quantize.qat import layers_of
 from deepstow.trainer.run.callbacks.reports import perplexity
 from deepstow.trainer.run.exporting import export
-from deepstow.trainer.tasks.task import loaded, scores
+from deepstow.trainer.tasks.task import PROBE_TOKENS, loaded, scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +82,7 @@ class Report(Writer):
         options = {"quantization_config": config_for(self._config, self._asked, name), "device_map": {"": str(where)}}
         model = _load(self._config, self._exact, **options)
         words = model.get_input_embeddings().num_embeddings
-        probe = task.probe((torch.arange(export.PROBE_TOKENS) * 7919 % words)[None])
+        probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % words)[None])
 
         def call(**batch: torch.Tensor) -> Any:
             with torch.no_grad():

@@ -33,6 +33,7 @@ from deepstow.trainer.data.prepare import Contents
 from deepstow.trainer.distributed.agreement import DAY_S, agreement
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError, DiskFails, write_line
+from deepstow.trainer.registry import codes
 from deepstow.trainer.run.checkpoints import checkpoint, earlier, resume_rules
 from deepstow.trainer.run.checkpoints.checkpoint import Found
 from deepstow.trainer.run.checkpoints.resume_rules import FILES, Changes
@@ -72,7 +73,14 @@ class Resumed:
         hashes = former() if run.data.evaluation is None else now
         opened = {**hashes._asdict(), "config": checkpoint.plain_config(hf_config), "code": code}
         allowed, name = config.training.allow_change, str(self.path)
-        self._take(config, resume_rules.compare_contents(saved, opened, allowed, self.changed, name, self.places))
+        changes = resume_rules.compare_contents(saved, opened, allowed, self.changed, name, self.places)
+        if mended := _other_code(config, run.code):
+            why = f"{' and '.join(mended)}, which makes them, is another file than then; "
+            refused = [
+                line._replace(what=why + line.what) if line.key == "data.path" else line for line in changes.refused
+            ]
+            changes = changes._replace(refused=refused)
+        self._take(config, changes)
         self._compared({*Contents._fields})
 
     def compare_fact(self, config: RunConfig, fact: str, saved: str, now: str) -> None:
@@ -148,6 +156,14 @@ def resolved(config: RunConfig, written: Mapping[str, Any]) -> dict[str, Any]:
     compared = [key for key, rule in rules.items() if rule != "free" and key != "use_cpu" and key in values]
     comparable: dict[str, Any] = json.loads(json.dumps({key: values[key] for key in compared}, default=str))
     return comparable
+
+
+def _other_code(config: RunConfig, saved: Mapping[str, str]) -> list[str]:
+    """What makes rows, is from outside, and is another file than a run has ``saved``, by its name in the config."""
+    data = config.data.parts()
+    formats_and_readers = (thing for part in data for thing in (part.asked_format(), part.asked_reader()))
+    now = codes([config.chosen_task, *filter(None, formats_and_readers)])
+    return [name for name, code in now.items() if saved.get(name, code) != code]
 
 
 def _known(found: Found) -> Known:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,14 @@ from deepstow.trainer.data.sources import is_on_hub
 from deepstow.trainer.model import apart, attention, build, hub, quantise
 from deepstow.trainer.model.adapters import merged, round_base
 from deepstow.trainer.model.mapped import Spilled
+from deepstow.trainer.registry import blamed, codes
 from deepstow.trainer.run.callbacks.nonfinite import NonFinite
 from deepstow.trainer.run.callbacks.reports import of_best, perplexity
 from deepstow.trainer.run.checkpoints import disk
 from deepstow.trainer.run.checkpoints.checkpoint import versions
 from deepstow.trainer.run.checkpoints.finished import KIND, NAME
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.task import Task, loaded, scores
+from deepstow.trainer.tasks.task import PROBE_TOKENS, Task, loaded, scores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerState
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from deepstow.strategies.core.protocol import Parity
     from deepstow.trainer.config.sections import RunConfig
 
-PROBE_TOKENS = 32
 UNOPENED = (RuntimeError, OSError, ValueError, SafetensorError)  # of what cannot be loaded
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 # Evaluated layers with 8-bit weights round their inputs to 8 bits as well, and merged ones do not.
@@ -92,7 +92,8 @@ def export(
     task = config.chosen_task
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0))
-    logits = trainer.logits_of(probe)
+    with blamed(task.name, "forward, of what probe returns,") if codes([task]) else nullcontext():
+        logits = trainer.logits_of(probe)
     spilled = Spilled(Path(config.training.output_dir))
     # A compiled model has other names.
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state(spilled).items()}
@@ -338,7 +339,9 @@ def model_card(
 def after(folder: Path, lines: str) -> ModelCard:
     """The card of the export in ``folder``, behind ``lines``, which say what was made of it."""
     card = ModelCard.load(folder / "README.md")
-    return ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n{lines}\n\n{card.text.lstrip()}")
+    card.data.library_name = None  # Transformers does not open it
+    header = card.data.to_yaml()
+    return ModelCard(f"---\n{header}\n---\n\n{lines}\n\nOf the model that it was made of:\n\n{card.text.lstrip()}")
 
 
 def _source(path: str | None, name: str | None) -> str:
