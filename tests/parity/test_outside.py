@@ -333,6 +333,20 @@ def tree_of(home: Path, **training: Any) -> dict[str, Any]:
     }
 
 
+def test_rows_of_other_code_are_said(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run whose format is another file by now is not resumed, and learns which file that is."""
+    write_jsonl(home / "qa.jsonl", [{"question": f"{i}?", "context": "a few", "answer": f"{i}"} for i in range(12)])
+    tree = tree_of(home, max_steps=2)
+    tree["data"] = {"path": str(home / "qa.jsonl"), "format": "answered:Answered", "max_length": 32}
+    assert runs.run(config_in(home, tree), Ranks(), Stop()) == 0
+    with (home / "answered.py").open("a") as file:
+        file.write("# mended\n")
+    tree["training"] |= {"max_steps": 4, "resume_from_checkpoint": "auto"}
+    assert runs.run(config_in(home, tree), Ranks(), Stop()) == 2
+    said = capfd.readouterr().err
+    assert "answered:Answered, which makes them, is another file than then; the rows made of it are not those" in said
+
+
 def test_callbacks_go_on_and_the_card_names_them(home: Path) -> None:
     """A run that is resumed counts on; it says which callback has changed weights."""
     callbacks = [{"class": "added:Count", "first": 10}, "added:Shrink"]

@@ -192,9 +192,9 @@ def _watched(model: Any, scores: Scores) -> Iterator[None]:
     """Inside, every forward adds to ``scores``."""
     groups = model.config.num_key_value_heads
 
-    def add(kind: int, layer: int, scores: Tensor) -> None:
-        scores = scores.double().cpu()
-        scores[kind][layer] = scores[kind][layer] + scores if layer in scores[kind] else scores
+    def add(kind: int, layer: int, score: Tensor) -> None:
+        score = score.double().cpu()
+        scores[kind][layer] = scores[kind][layer] + score if layer in scores[kind] else score
 
     def channels(layer: int, module: nn.Linear, inputs: Any) -> None:
         columns = module.weight.float().square().sum(0)
