@@ -84,11 +84,6 @@ class Share(Decision):
     placed: tuple[int, int] | None = None  # by a layout: bytes on the device and on the host, most of them at ``tier``
     stray_reason: str = ""  # why the others are elsewhere: small vectors stay where the matrices of a block leave
 
-    def placed_bytes(self, tier: Tier | None) -> int:
-        """Bytes of what a layout places, at one tier or anywhere."""
-        assert self.placed is not None
-        return sum(self.placed) if tier is None else self.placed[tier is Tier.HOST]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(Decision):
@@ -234,7 +229,7 @@ class Plan:
         """Bytes of one kind of one unit's tensors on one rank, at one tier or anywhere."""
         share, facts = self.share(unit, kind), self.facts.unit(unit)
         if share.placed is not None:
-            return share.placed_bytes(tier)
+            return sum(share.placed) if tier is None else share.placed[tier is Tier.HOST]
         elements = facts.num_elements if kind is Kind.PARAM else facts.num_trainable
         total = -(-elements // share.shards) * share.element_bytes
         if share.frozen_bytes is not None:  # quantised ones are never divided, and an element of theirs is a byte

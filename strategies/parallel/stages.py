@@ -97,7 +97,9 @@ class Stage:
         form: Form,
         fill: Callable[[set[str]], None] = lambda names: None,
     ) -> None:
-        self.model, self.form, self.front = model, form, list(form.front)
+        self.model = model
+        self.form = form
+        self.front = list(form.front)
         self.blocks = list(find_blocks(model))
         outside = _outside(model, self.blocks)
         if unlike := form.outside ^ set(outside):

@@ -98,7 +98,9 @@ class Compressed:
         self.compression = compression
         self._group: Any = dist.new_group()
         self._codec: Any = None
-        self._steps, self._names, self._buckets = 0, dict[int, str](), dict[int, list[str]]()
+        self._steps = 0
+        self._names = dict[int, str]()
+        self._buckets = dict[int, list[str]]()
 
     def hang_on(self, model: DistributedDataParallel) -> None:
         """Exchange what ``model`` trains from now on."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deepstow.strategies.core.layout import Layout, Site
+from deepstow.strategies.core.on_disk import STORES, StoreKind, check_folders, folder_of, wear
 from deepstow.trainer.distributed.ranks import Ranks
 from deepstow.trainer.errors import ConfigError
 from deepstow.trainer.machine.profiles import profile
@@ -92,3 +93,14 @@ def test_ranks_with_other_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         machines.refuse_other_plans(Ranks(0, 0, 2, 2), [theirs])
         with pytest.raises(ConfigError, match="rank 1 makes another plan") if refused else nullcontext():
             machines.refuse_other_plans(Ranks(0, 0, 2, 2), [plan(layout)])
+
+
+def test_places_of_another_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep their scheme in messages, lie in folders if they do, and wear a drive if they say so."""
+    monkeypatch.setitem(STORES, "zip", StoreKind("compressed"))  # type: ignore[arg-type]
+    assert check_folders(["zip:///a", "zip:///b", "/a"]) and folder_of("zip:///a") == folder_of("/a") == "/a"
+    assert wear(["/a"]) and not wear(["/a", "zip:///a"])
+    with pytest.raises(ValueError, match="names zip:///a twice"):
+        check_folders(["zip:///a", "zip:///a"])
+    with pytest.raises(ValueError, match="there is no tier tar://; name a folder, or a place of zip://"):
+        check_folders("tar:///a")

@@ -11,7 +11,7 @@ Believed is the file system, which has to give a file that is written another ti
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -58,3 +58,14 @@ def stamp(path: Path) -> list[int]:
     """What of a file differs once its bytes were exchanged: inode, size, and both times. May raise OSError."""
     status = path.stat()
     return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def stamps(folder: Path) -> dict[str, list[int]]:
+    """The ``stamp`` of each file below ``folder``, by its path there; of a folder that is not there none."""
+    return {str(path.relative_to(folder)): stamp(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def changed(before: Mapping[str, list[int]], folder: Path) -> list[str]:
+    """Files below ``folder`` that are other ones than in ``before``, its stamps then: new, gone, or written."""
+    now = stamps(folder)
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))

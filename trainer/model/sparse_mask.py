@@ -105,7 +105,7 @@ def _mask(
     allow_is_bidirectional_skip: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What Transformers calls to make a mask: ``make`` of its function and ours. NotImplementedError: not causal."""
+    """Transformers calls it to make a mask: its own ``make``, of both functions. NotImplementedError: not causal."""
     from transformers.masking_utils import and_masks, prepare_padding_mask
 
     if local_size is not None or use_vmap or allow_is_bidirectional_skip is not None:

@@ -34,7 +34,7 @@ from deepstow.trainer.model.params import decay_groups, list_params
 from deepstow.trainer.model.quantise import quantise
 from deepstow.trainer.planning import positions
 from deepstow.trainer.registry import blamed, codes
-from deepstow.trainer.tasks.task import PROBE_TOKENS, TASKS, Task, loaded
+from deepstow.trainer.tasks.task import PROBE_TOKENS, PROBED, TASKS, Task, loaded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -360,7 +360,7 @@ def _try_probe(model: Any, task: Task) -> None:
     """Raise ConfigError if forward fails on what a task from outside probes the export with, after training."""
     import torch
 
-    with torch.no_grad(), blamed(task.name, "forward, of what probe returns,"):
+    with torch.no_grad(), blamed(task.name, PROBED):
         model(**task.probe(torch.zeros(1, PROBE_TOKENS, dtype=torch.long)))
 
 

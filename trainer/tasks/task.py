@@ -220,6 +220,7 @@ class Pretrain(Language):
 
 LANGUAGE = Language()
 PROBE_TOKENS = 32  # of the row that an export is compared on
+PROBED = "forward, of what probe returns,"  # who is blamed for what a task from outside probes with
 
 
 def takes_no_count(model: Any) -> None:

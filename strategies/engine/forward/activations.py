@@ -51,7 +51,10 @@ class Sent:
         self.memory = memory
         self.tensor: Tensor | None = None  # on its way up, or there
         self.up: Event | None = None
-        self._room, self._shape, self._strides, self._device = room, like.shape, like.stride(), like.device
+        self._room = room
+        self._shape = like.shape
+        self._strides = like.stride()
+        self._device = like.device
 
     def get(self) -> Tensor:
         return self._room.give(self)

@@ -151,7 +151,9 @@ class Replicas(OneRank):
     ) -> None:
         super().__init__(transfer)
         self._two_level = two_level
-        self._model, self._group, self._hosts = model, group, hosts_of(group, device)
+        self._model = model
+        self._group = group
+        self._hosts = hosts_of(group, device)
         self._due = True  # the next forward with gradients shares buffers
         self.ranks = dist.get_world_size(group)
         tensors = [*model.named_parameters(), *model.named_buffers()]

@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from deepstow.trainer.errors import ConfigError
+from deepstow.trainer.model.hashes import changed, stamps
 from deepstow.trainer.registry import Raised, Unusable, checked, class_of, code_of, guarded
 from deepstow.trainer.run.checkpoints import checkpoint
 
@@ -88,11 +89,11 @@ class UserCallbacks:
         def call(callback: Any, args: Any, state: TrainerState, control: Any, **known: Any) -> Any:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             saves = event.__name__ == "on_save" and state.is_world_process_zero
-            before, files = _looked_at(known), _files(folder) if saves else {}
+            before, files = _looked_at(known), stamps(folder) if saves else {}
             result = event(callback, args, state, control, **known)
             if _looked_at(known) != before:
                 self.changed.add(name)
-            if saves and (written := sorted(dict(files.items() ^ _files(folder).items()))):
+            if saves and (written := changed(files, folder)):
                 what = f"on_save has written {written[0]} into {folder}, which is sealed"
                 raise Raised(f"{name}: {what}; take it out, and write beside the checkpoints")
             return result
@@ -143,8 +144,3 @@ def _looked_at(known: Mapping[str, Any]) -> list[Any]:
     for state in states.values() if isinstance(states, Mapping) else ():
         fingerprint += [entry._version for entry in state.values() if hasattr(entry, "_version")]
     return fingerprint
-
-
-def _files(folder: Path) -> dict[str, tuple[int, int]]:
-    paths = (path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ()
-    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}

@@ -47,7 +47,7 @@ from deepstow.trainer.run.checkpoints import disk
 from deepstow.trainer.run.checkpoints.checkpoint import versions
 from deepstow.trainer.run.checkpoints.finished import KIND, NAME
 from deepstow.trainer.run.trainer import Trainer
-from deepstow.trainer.tasks.task import PROBE_TOKENS, Task, loaded, scores
+from deepstow.trainer.tasks.task import PROBE_TOKENS, PROBED, Task, loaded, scores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerState
@@ -92,7 +92,7 @@ def export(
     task = config.chosen_task
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0))
-    with blamed(task.name, "forward, of what probe returns,") if codes([task]) else nullcontext():
+    with blamed(task.name, PROBED) if codes([task]) else nullcontext():
         logits = trainer.logits_of(probe)
     spilled = Spilled(Path(config.training.output_dir))
     # A compiled model has other names.

@@ -23,6 +23,7 @@ from deepstow.strategies.state.sealed import MANIFEST, intact, seal, size_and_ha
 from deepstow.trainer.config.recipe import Exact, Writer
 from deepstow.trainer.errors import DiskFails, write_line
 from deepstow.trainer.model import attention
+from deepstow.trainer.model.hashes import changed, stamps
 from deepstow.trainer.planning.from_config import budget_of
 from deepstow.trainer.registry import Raised, blamed, codes
 from deepstow.trainer.run.callbacks.reports import SAID, of_best, perplexity
@@ -154,12 +155,6 @@ def _missing(config: RunConfig, recipe: Recipe) -> dict[str, dict[str, Any]]:
     return absent
 
 
-def _looked_at(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Of each file its inode, its size and when it was written."""
-    stats = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
 def exact_of(config: RunConfig) -> Path:
     """Where the exact export is."""
     return Path(config.training.output_dir) / "export"
@@ -183,13 +178,12 @@ def make(config: RunConfig, exact: Exact) -> None:
             folder = folder_of(config, name)
             if aside := earlier.move_aside([folder], output, overwrite=config.training.overwrite):
                 write_line(f"the {folder.name} of before is now in {aside}")
-            before = _looked_at(exact.folder)
+            before = stamps(exact.folder)
             with replaced_folder(folder) as draft:
                 with blamed(recipe.name, "write") if is_outside else nullcontext():
                     about = writer.write(name, draft)
-                if (now := _looked_at(exact.folder)) != before:
-                    changed = min(dict(before.items() ^ now.items()))
-                    what = f"what made export-{name} has changed {exact.folder / changed}, which is to be read only"
+                if altered := changed(before, exact.folder):
+                    what = f"what made export-{name} has changed {exact.folder / altered[0]}, which is to be read only"
                     raise Raised(f"{what}; mend it, and start the run again: it makes the export anew")
                 exact.tokenizer.save_pretrained(draft)
                 same_modes(draft)
